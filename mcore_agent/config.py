@@ -1,0 +1,288 @@
+"""The configuration: a frozen tree of dataclasses is the schema, a recipe and ``key=value`` words fill it in.
+
+Each default is written once, here. ``load_config`` refuses unknown keys, wrong types and impossible combinations
+with the key, its value, the reason and the way out; what it returns can run.
+"""
+
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf import errors as oc_errors
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run."""
+
+    def __init__(self, key: str, value: Any, reason: str, way_out: str):
+        super().__init__(f"{key} = {value!r}: {reason}. {way_out}")
+        self.key = key
+
+
+def key(default: Any, doc: str, *, choices: Sequence[Any] = (), low: float = -math.inf, harmless: bool = False) -> Any:
+    """A field: its default, one line on meaning and unit, its legal values; harmless keys may change on a resume."""
+    metadata = {"doc": doc, "choices": tuple(choices), "low": low, "harmless": harmless}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: default.copy(), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = key("", "run folder; empty: a new one under runs/", harmless=True)
+    seed: int = key(0, "seed of tasks, sampling and random weights", low=0)
+    steps: int = key(100, "steps of each stage that does not give its own", low=1)
+    threads: int = key(0, "torch threads per rank; 0: cores divided by local ranks", low=0)
+    save_every: int = key(0, "steps between checkpoints; 0: only at the end of each stage", low=0, harmless=True)
+    keep: int = key(2, "checkpoints kept", low=1, harmless=True)
+    eval_tasks: int = key(0, "tasks of each evaluation; 0: no evaluation", low=0)
+    eval_split: str = key("eval", "split that evaluations play")
+    export: bool = key(False, "write a Hugging Face folder at the end")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = key("", "Hugging Face folder or converted Megatron checkpoint")
+    config: dict[str, Any] = key({}, "Hugging Face config of a model that starts from random weights")
+    vocab: int = key(0, "size of a tokenizer trained on the environment's demonstrations (with model.config)", low=0)
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    tp: int = key(1, "tensor-parallel ranks", low=1)
+    pp: int = key(1, "pipeline-parallel ranks", low=1)
+    dp: int = key(1, "data-parallel ranks", low=1)
+    ep: int = key(1, "expert-parallel ranks, taken from the data-parallel ones", low=1)
+    backend: str = key("auto", "communication", choices=("auto", "gloo", "nccl"))
+    betas: list[float] = key([0.9, 0.95], "AdamW's decay rates")
+    eps: float = key(1e-8, "AdamW's epsilon", low=0)
+    weight_decay: float = key(0.0, "AdamW's decay, not applied to norms and biases", low=0)
+    clip_grad: float = key(1.0, "largest gradient norm; 0: no clipping", low=0)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    dtype: str = key("fp32", "of parameters and activations", choices=("fp32", "bf16"))
+    fp8: str = key("off", "scaling recipe of FP8 matrix products", choices=("off", "delayed", "current", "blockwise", "mxfp8"))
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: str = key("local", "inference engine")
+    prompts: int = key(8, "tasks per step", low=1)
+    group_size: int = key(16, "episodes per task", low=1)
+    temperature: float = key(1.0, "of sampling and of the learner's log-probabilities; above 0")
+    top_p: float = key(1.0, "nucleus mass that sampling keeps")
+    top_k: int = key(0, "most likely tokens that sampling keeps; 0: all", low=0)
+    max_turns: int = key(8, "assistant turns per episode", low=1)
+    max_new: int = key(256, "tokens per assistant turn", low=1)
+    max_tokens: int = key(4096, "tokens per row, prompt and observations included", low=2)
+    max_batch: int = key(256, "requests that the local engine runs together", low=1)
+    retries: int = key(2, "replays of an episode whose environment or engine failed", low=0)
+    parser: str = key("hermes", "tool-call format")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    token_budget: int = key(8192, "tokens per micro-batch; a longer row gets one of its own", low=1)
+    minibatches: int = key(1, "optimizer steps per collected batch", low=1)
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    wandb: str = key("disabled", "Weights & Biases", choices=("disabled", "offline", "online"), harmless=True)
+    project: str = key("mcore_agent", "project there", harmless=True)
+    name: str = key("", "run name there; empty: the run folder's name", harmless=True)
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One stage of a run. ``sft`` imitates demonstrations, ``rl`` learns from its own episodes."""
+
+    kind: str = key("rl", "what the stage does", choices=("sft", "rl"))
+    steps: int = key(0, "optimizer steps at most; 0: run.steps", low=0)
+    lr: float = key(1e-6, "peak learning rate", low=0)
+    warmup: int = key(0, "steps of linear warm-up", low=0)
+    schedule: str = key("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
+    lr_end: float = key(0.0, "fraction of lr at the stage's last step (linear, cosine)", low=0)
+    demos: int = key(64, "sft: demonstrations per step", low=1)
+    eval_every: int = key(0, "steps between evaluations; 0: only at the end", low=0)
+    until_success: float = key(0.0, "end the stage once sampled success reaches this; 0: never", low=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    env: dict[str, Any] = key({}, "environment: {name: ..., its arguments}")
+    reward: list[dict[str, Any]] = key([{"name": "outcome"}], "rewards, summed")
+    credit: list[dict[str, Any]] = key([{"name": "grpo"}], "estimator, then transforms")
+    loss: list[dict[str, Any]] = key([{"name": "ppo_clip"}], "loss terms of the rl stages, summed")
+    stages: list[StageConfig] = field(default_factory=lambda: [StageConfig()])
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def world(self) -> int:
+        """Number of learner ranks."""
+        return self.learner.tp * self.learner.pp * self.learner.dp
+
+    def steps(self, stage: StageConfig) -> int:
+        return stage.steps or self.run.steps
+
+
+# ------------------------------------------------------------------------------------------------- loading
+
+
+def load_config(recipe: str | Path, words: Sequence[str] = (), overlays: Sequence[str | Path] = ()) -> Config:
+    """Recipe, then overlays, then ``key=value`` words. Raises ConfigError; starts nothing."""
+    merged = OmegaConf.structured(Config)
+    for path in (recipe, *overlays):
+        merged = _merge(merged, _read(path), str(path))
+    for word in words:
+        if "=" not in word or word.startswith("-"):
+            raise ConfigError("command line", word, "not of the form key=value", "Write for example run.seed=1")
+        try:
+            part = OmegaConf.from_dotlist([word])
+        except (oc_errors.OmegaConfBaseException, ValueError) as e:
+            raise ConfigError("command line", word, f"cannot be parsed ({_first_line(e)})", "Quote the value") from e
+        merged = _merge(merged, part, word)
+    try:
+        config: Config = OmegaConf.to_object(merged)  # type: ignore[assignment]
+    except oc_errors.OmegaConfBaseException as e:
+        raise ConfigError("recipe", str(recipe), _first_line(e), "Give the key a value") from e
+    from mcore_agent.config_rules import check_rules
+
+    _check_fields(config, "")
+    check_rules(config)
+    return config
+
+
+def config_from_dict(values: dict[str, Any]) -> Config:
+    """The configuration that ``Config.to_dict`` wrote. Raises ConfigError."""
+    return OmegaConf.to_object(_merge(OmegaConf.structured(Config), OmegaConf.create(values), "config"))  # type: ignore[return-value]
+
+
+def _read(path: str | Path) -> DictConfig:
+    if not Path(path).is_file():
+        near = difflib.get_close_matches(str(path), [str(p) for p in Path("recipes").glob("*.yaml")], n=1, cutoff=0.5)
+        raise ConfigError("recipe", str(path), "no such file", f"Did you mean {near[0]}?" if near else "See recipes/")
+    try:
+        loaded = OmegaConf.load(path)
+    except Exception as e:
+        raise ConfigError("recipe", str(path), f"not readable as YAML ({_first_line(e)})", "Mend the file") from e
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError("recipe", str(path), "not a mapping", "Start from a file in recipes/")
+    return loaded
+
+
+def _merge(base: DictConfig, part: Any, origin: str) -> DictConfig:
+    try:
+        return OmegaConf.merge(base, part)  # type: ignore[return-value]
+    except oc_errors.ConfigKeyError as e:
+        full = e.full_key or str(e.key)
+        raise ConfigError(full, origin, "no such key", _nearest(full)) from e
+    except (oc_errors.OmegaConfBaseException, TypeError, ValueError) as e:
+        full = e.full_key if isinstance(e, oc_errors.OmegaConfBaseException) and e.full_key else "configuration"
+        raise ConfigError(full, origin, f"wrong type ({_first_line(e)})", f"See the schema: {_doc(full)}") from e
+
+
+def _first_line(e: BaseException) -> str:
+    return (str(e).splitlines() or [type(e).__name__])[0].rstrip(".")
+
+
+def _all_keys(cls: type, prefix: str = "") -> dict[str, dataclasses.Field]:
+    out = {}
+    for f in dataclasses.fields(cls):
+        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
+            out |= _all_keys(f.type, f"{prefix}{f.name}.")
+        else:
+            out[prefix + f.name] = f
+    return out
+
+
+def _nearest(full: str) -> str:
+    known = list(_all_keys(Config))
+    near = difflib.get_close_matches(full, known, n=1) or [k for k in known if k.split(".")[-1] == full.split(".")[-1]][:1]
+    if full.startswith("stages"):
+        return f"A stage knows: {', '.join(f.name for f in dataclasses.fields(StageConfig))}"
+    return f"Did you mean {near[0]}?" if near else f"Known sections: {', '.join(f.name for f in dataclasses.fields(Config))}"
+
+
+def _doc(full: str) -> str:
+    f = _all_keys(Config).get(full)
+    return f.metadata["doc"] if f and f.metadata else f"{full} in mcore_agent/config.py"
+
+
+def _check_fields(node: Any, prefix: str) -> None:
+    for f in dataclasses.fields(node):
+        value, name = getattr(node, f.name), prefix + f.name
+        if dataclasses.is_dataclass(value):
+            _check_fields(value, name + ".")
+        elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+            for i, item in enumerate(value):
+                _check_fields(item, f"{name}[{i}].")
+        elif f.metadata:
+            choices, low = f.metadata["choices"], f.metadata["low"]
+            if choices and value not in choices:
+                raise ConfigError(name, value, "not a legal value", f"Choose one of {', '.join(map(str, choices))}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(name, value, "not finite", "Give a finite number")
+            if isinstance(value, (int, float)) and value < low:
+                raise ConfigError(name, value, f"below {low:g}", f"Give at least {low:g} ({f.metadata['doc']})")
+
+
+# --------------------------------------------------------------------------------------------- run folders
+
+
+def comparable(config: Config) -> dict[str, Any]:
+    """What must be equal for a run folder to be resumed: the tree without its harmless keys."""
+    tree = config.to_dict()
+    for name, f in _all_keys(Config).items():
+        if f.metadata and f.metadata["harmless"]:
+            section, _, leaf = name.rpartition(".")
+            tree[section].pop(leaf)
+    return tree
+
+
+def differences(a: Config, b: Config) -> list[str]:
+    """Lines ``key: old -> new`` for every key that forbids resuming."""
+    return list(_differences(comparable(a), comparable(b), ""))
+
+
+def _differences(a: Any, b: Any, prefix: str):
+    if isinstance(a, dict) and isinstance(b, dict):
+        for k in sorted(a.keys() | b.keys()):
+            yield from _differences(a.get(k), b.get(k), f"{prefix}.{k}" if prefix else k)
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from _differences(x, y, f"{prefix}[{i}]")
+    elif a != b:
+        yield f"{prefix}: {a!r} -> {b!r}"
+
+
+def save_config(config: Config, path: Path) -> None:
+    from mcore_agent.state import write_atomic
+
+    write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(config.to_dict())).encode())
+
+
+def read_config(path: Path) -> Config:
+    return config_from_dict(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,126 @@
+"""Combinations of keys that cannot run, each refused with its reason and a way out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mcore_agent.config import Config, ConfigError
+from mcore_agent.registry import RegistryError, check, create, get
+
+
+def check_rules(config: Config) -> None:
+    """Raises ConfigError for the first rule that the configuration breaks."""
+    for rule in (_model, _variants, _sampling, _layout, _stages, _hardware, _family):
+        rule(config)
+
+
+def _model(c: Config) -> None:
+    if bool(c.model.path) == bool(c.model.config):
+        raise ConfigError("model.path", c.model.path, "exactly one of model.path and model.config must be given",
+                          "Name a Hugging Face folder, or describe a model for a random start")  # fmt: skip
+    if c.model.config and not c.model.vocab:
+        raise ConfigError("model.vocab", 0, "a random start needs a tokenizer", "Give the vocabulary size, for example 384")
+    if c.model.path and c.model.vocab:
+        raise ConfigError("model.vocab", c.model.vocab, "model.path brings its own tokenizer", "Remove model.vocab")
+    if c.model.path and not (Path(c.model.path) / "config.json").is_file() and not (Path(c.model.path) / "hf").is_dir():
+        raise ConfigError("model.path", c.model.path, "neither a Hugging Face folder nor a Megatron checkpoint",
+                          "Make it with tools/smollm2.py or python -m ckpt_convert")  # fmt: skip
+
+
+def _variants(c: Config) -> None:
+    if not c.env:
+        raise ConfigError("env", c.env, "no environment given", "For example env: {name: hop_lookup}")
+    if not c.credit:
+        raise ConfigError("credit", c.credit, "no estimator given", "For example credit: [{name: grpo}]")
+    specs: list[tuple[str, str, dict[str, Any]]] = [("env", "env", c.env), ("credit[0]", "estimator", c.credit[0])]
+    specs += [(f"reward[{i}]", "reward", s) for i, s in enumerate(c.reward)]
+    specs += [(f"credit[{i}]", "transform", s) for i, s in enumerate(c.credit) if i]
+    specs += [(f"loss[{i}]", "loss", s) for i, s in enumerate(c.loss)]
+    specs += [("rollout.parser", "parser", {"name": c.rollout.parser})]
+    try:
+        get("engine", c.rollout.engine)
+    except RegistryError as e:
+        raise ConfigError("rollout.engine", c.rollout.engine, str(e), "Choose one of those") from e
+    for where, kind, spec in specs:
+        try:
+            check(kind, spec)
+            if kind != "env":  # making an environment may be costly; the others only look at their settings
+                create(kind, spec)
+        except ValueError as e:
+            raise ConfigError(where, spec, str(e), "See docs/methods.md") from e
+    names = [s["name"] for s in c.reward]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("reward", name, "two rewards have this name", "Keep one of them")
+
+
+def _sampling(c: Config) -> None:
+    if c.rollout.temperature <= 0:
+        raise ConfigError("rollout.temperature", c.rollout.temperature, "greedy episodes have no gradient", "Give a value above 0")
+    if not 0 < c.rollout.top_p <= 1:
+        raise ConfigError("rollout.top_p", c.rollout.top_p, "not in (0, 1]", "1 keeps every token")
+    if c.rollout.max_new >= c.rollout.max_tokens:
+        raise ConfigError("rollout.max_new", c.rollout.max_new, f"a row holds {c.rollout.max_tokens} tokens with its prompt",
+                          "Lower it or raise rollout.max_tokens")  # fmt: skip
+    if c.batch.minibatches > c.rollout.prompts:
+        raise ConfigError("batch.minibatches", c.batch.minibatches, f"there are only {c.rollout.prompts} groups per step",
+                          "A group is never split: give at most rollout.prompts")  # fmt: skip
+
+
+def _layout(c: Config) -> None:
+    if c.learner.dp % c.learner.ep:
+        raise ConfigError("learner.ep", c.learner.ep, f"does not divide learner.dp = {c.learner.dp}",
+                          f"Expert-parallel ranks are taken from data-parallel ones: use learner.dp={c.learner.ep}")  # fmt: skip
+    if len(c.learner.betas) != 2 or not all(0 <= b < 1 for b in c.learner.betas):
+        raise ConfigError("learner.betas", c.learner.betas, "not two numbers in [0, 1)", "For example [0.9, 0.95]")
+
+
+def _stages(c: Config) -> None:
+    if not c.stages:
+        raise ConfigError("stages", [], "nothing to do", "Leave the key out for one rl stage")
+    for i, stage in enumerate(c.stages):
+        if stage.until_success and not (stage.eval_every and c.run.eval_tasks):
+            raise ConfigError(f"stages[{i}].until_success", stage.until_success, "success is never measured",
+                              "Give eval_every of the stage and run.eval_tasks")  # fmt: skip
+        if stage.kind == "rl" and not c.loss:
+            raise ConfigError("loss", [], "an rl stage has no loss", "For example loss: [{name: ppo_clip}]")
+
+
+def _hardware(c: Config) -> None:
+    if c.learner.backend != "nccl" and c.precision.fp8 == "off":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        if c.learner.backend == "nccl":
+            raise ConfigError("learner.backend", "nccl", "this machine has no CUDA GPU", "Use learner.backend=auto")
+        raise ConfigError("precision.fp8", c.precision.fp8, "FP8 needs a CUDA GPU and Transformer Engine", "Use precision.fp8=off")
+    if c.precision.fp8 != "off":
+        raise ConfigError("precision.fp8", c.precision.fp8, "this release does not train in FP8 yet", "Use precision.fp8=off")
+
+
+def hf_config_of(c: Config) -> dict[str, Any]:
+    """The Hugging Face config of the run's model. Raises ConfigError when its file is damaged."""
+    if c.model.config:
+        return {"vocab_size": c.model.vocab, **c.model.config}
+    root = Path(c.model.path)
+    path = root / "config.json" if (root / "config.json").is_file() else root / "hf" / "config.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as e:
+        raise ConfigError("model.path", c.model.path, f"config.json cannot be read ({e})", "Make the folder again") from e
+
+
+def _family(c: Config) -> None:
+    from ckpt_convert.errors import ConvertError
+    from ckpt_convert.families import family_of
+
+    hf = hf_config_of(c)
+    try:
+        family_of(hf).check_layout(c.learner.tp, c.learner.pp, c.learner.ep)
+    except ConvertError as e:
+        section = "learner" if "does not divide" in str(e) else "model"
+        raise ConfigError(section, getattr(c, section), str(e), "See the table of models and layouts in the README") from e
+    longest = hf.get("max_position_embeddings", c.rollout.max_tokens)
+    if c.rollout.max_tokens > longest:
+        raise ConfigError("rollout.max_tokens", c.rollout.max_tokens, f"the model reads at most {longest} tokens", "Lower it")

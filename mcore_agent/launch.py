@@ -1,0 +1,107 @@
+"""Starting ranks and ending them: everything that a run started is gone within seconds of its end."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from mcore_agent.config import Config, ConfigError, cores
+
+GRACE_S = 3.0  # between asking processes to end and killing them
+
+
+def launched() -> bool:
+    """Whether torchrun or srun has started this process as one of its ranks."""
+    return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
+
+
+def adopt_environment(config: Config) -> None:
+    """Gives torch.distributed its variables under srun, checks the world size, and sets this rank's threads.
+
+    Raises ConfigError when the launcher started another number of ranks than the layout needs.
+    """
+    if "SLURM_PROCID" in os.environ and "RANK" not in os.environ and launched():
+        slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+        os.environ.update({name: os.environ[source] for name, source in slurm.items()})
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != config.world:
+        raise ConfigError("learner", f"tp={config.learner.tp} pp={config.learner.pp} dp={config.learner.dp}",
+                          f"needs {config.world} ranks, but the launcher started {world}", "Make both agree")  # fmt: skip
+    os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(config))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def threads_per_rank(config: Config) -> int:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", config.world))
+    return config.run.threads or max(1, cores() // local)
+
+
+def die_with_parent() -> None:
+    """This process gets SIGKILL when its parent ends, however that ends (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def interruptible() -> None:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that every ``with`` block closes what it opened."""
+
+    def stop(signum, frame):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def check_port() -> None:
+    """Raises ConfigError when MASTER_PORT was given and this host's rank 0 cannot have it."""
+    port = os.environ.get("MASTER_PORT")
+    if port is None or os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("", int(port)))
+        except OSError as e:
+            raise ConfigError("MASTER_PORT", port, f"cannot be used ({e.strerror})", "Choose a free port or unset it") from e
+
+
+def torchrun(ranks: int, words: Sequence[str], config: Config) -> int:
+    """Runs ``mcore-agent`` with these words on ``ranks`` local ranks; returns the exit code.
+
+    Ctrl-C and SIGTERM reach the ranks, and what is left after GRACE_S seconds is killed.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads_per_rank(config)), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "mcore_agent.cli", *words]
+    process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=die_with_parent)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        print("Stopping the ranks; the last checkpoint stays.", file=sys.stderr)
+        return 130
+    finally:
+        end_tree(process.pid)
+
+
+def end_tree(pid: int) -> None:
+    """Ends a process and all its descendants: asked first, killed after GRACE_S seconds."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        tree = [*root.children(recursive=True), root]
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGINT)
+        _, alive = psutil.wait_procs(tree, timeout=GRACE_S)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        deadline = time.monotonic() + 1
+        while alive and time.monotonic() < deadline:
+            _, alive = psutil.wait_procs(alive, timeout=0.1)

@@ -1,0 +1,214 @@
+"""What only rank 0 has: environment, tasks, agent, scores, and the run folder that people read."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt_convert.write import carry_files
+from mcore_agent import summary
+from mcore_agent.agent.episode import Agent, Limits, Sampling
+from mcore_agent.agent.render import ChatRenderer
+from mcore_agent.agent.tokenizer import contents, load_tokenizer, save_tokenizer, train_tokenizer
+from mcore_agent.batch.microbatch import Plan
+from mcore_agent.batch.plan import gather, split, to_column
+from mcore_agent.batch.rowset import rowset
+from mcore_agent.batch.select import minibatches, usable
+from mcore_agent.batch.sft import demonstration
+from mcore_agent.config import Config, ConfigError
+from mcore_agent.credit.pipeline import assign
+from mcore_agent.metrics import Console, Metrics
+from mcore_agent.policy import Policy
+from mcore_agent.registry import create
+from mcore_agent.reward.pipeline import score
+from mcore_agent.rollout.collect import Collector
+from mcore_agent.types import Batch, Episode, Message
+
+TOKENIZER_DIALOGS = 500  # demonstrations that a new tokenizer is trained on
+
+Plans = list[tuple[str, Plan]]  # ("train" or "probe", plan): a probe only compares log-probabilities
+
+
+class Lead:
+    """Plays, scores and writes. Every random draw is a function of the run's seed, the step and the task."""
+
+    def __init__(self, config: Config, policy: Policy, stack: ExitStack, files: Path | None = None):
+        """``files`` is the folder where the model's config and tokenizer are, or are to be kept."""
+        c = config
+        self.config, self.policy, self.files = config, policy, files
+        self.console = Console()
+        stack.callback(self.console.close)
+        self.domain = create("env", c.env)
+        source = {"name": "epochs", "seed": c.run.seed}
+        self.source = create("source", source, domain=self.domain)
+        self.demos = create("source", source, domain=self.domain)
+        self.tokenizer = self._tokenizer()
+        self.renderer = ChatRenderer(self.tokenizer, self.domain.tools)
+        parser = create("parser", {"name": c.rollout.parser}, tools=tuple(self.domain.tools))
+        limits = Limits(c.rollout.max_turns, c.rollout.max_new, c.rollout.max_tokens)
+        agent = Agent(self.renderer, parser, limits)
+        self.collector = Collector(policy.engine, self.domain, agent, c.rollout.group_size, c.rollout.retries)
+        self.sampling = Sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k)
+        self.paces: list[float] = []  # seconds of the last steps
+        self.label = ""
+        self._stack = stack
+
+    def _tokenizer(self) -> Any:
+        """The model's own, or one trained on demonstrations; kept in ``files``."""
+        files = self.files
+        if files and (files / "tokenizer_config.json").is_file():
+            return load_tokenizer(files)
+        if self.config.model.path:
+            tokenizer = load_tokenizer(self.policy.hf_folder)
+            if files:
+                files.mkdir(parents=True)
+                carry_files(self.policy.hf_folder, files)
+            return tokenizer
+        dialogs = [self._dialog(i) for i in range(TOKENIZER_DIALOGS)]
+        tokenizer = train_tokenizer(contents(dialogs), self.config.model.vocab)
+        if files:
+            files.mkdir(parents=True)
+            (files / "config.json").write_text(json.dumps(self.policy.hf_config, indent=1))
+            save_tokenizer(tokenizer, files)  # last: its presence marks the folder as filled
+        return tokenizer
+
+    def _dialog(self, index: int) -> list[Message]:
+        size = self.domain.size("train")
+        return self._demo(self.domain.task("train", index % size if size else index))
+
+    def _demo(self, task: Any) -> list[Message]:
+        dialog = self.domain.demo(task, self.config.run.seed)
+        if dialog is None:
+            raise ConfigError("env", self.config.env["name"], "has no demonstrations", "Start from model.path and drop sft stages")
+        return dialog
+
+    def open_run(self, folder: Path, step: int, resumed: Path | None) -> None:
+        """Starts writing to a run folder; on a resume after ``step``."""
+        t = self.config.tracking
+        self.folder = folder
+        (folder / "episodes").mkdir(exist_ok=True)
+        self.metrics = Metrics(folder, resume_step=step, wandb=t.wandb, project=t.project, name=t.name, config=self.config.to_dict())
+        self._stack.callback(self.metrics.close)
+        self.console.say(f"Run folder {folder}" + (f", resumed after step {step} from {resumed.name}" if resumed else ""))
+
+    # --------------------------------------------------------------------------------------------- the ring
+
+    def collect(self, step: int, numbers: dict[str, Any]) -> list[Episode]:
+        """The step's episodes, group after group."""
+        tasks = self.source.next(self.config.rollout.prompts)
+        play = self.collector.collect(
+            tasks, run_seed=self.config.run.seed, step=step, sampling=self.sampling, progress=self._playing("collect")
+        )
+        episodes, stats = self.policy.run(play)
+        self.source.observe(episodes)
+        numbers.update(stats.metrics())
+        return episodes
+
+    def reward(self, episodes: list[Episode], step: int, numbers: dict[str, Any]) -> list[Episode]:
+        """Named rewards for every episode that did not fail."""
+        scored = score(episodes, self.config.reward)
+        good = [e for e in scored if e.status != "infra_fail"]
+        if good:
+            numbers["reward/mean"] = float(np.mean([e.reward for e in good]))
+            for name in good[0].rewards:
+                numbers[f"reward/{name}"] = float(np.mean([np.sum(e.rewards[name]) for e in good]))
+        self._write_episodes(scored, step)
+        return scored
+
+    def credit(self, episodes: list[Episode], numbers: dict[str, Any]) -> Batch:
+        """The batch with advantages; failed episodes are left out and were counted."""
+        good, _ = usable(episodes)
+        batch = assign(Batch(tuple(good)), self.config.credit)
+        if good:
+            mask = batch.channel("pg")
+            batch = batch.with_columns(logp_old=batch.tokens("logp"), **{"mask:pg": mask.astype(np.float32)})
+            group = batch.by("group")
+            alive = {g for g, a in zip(group[batch.token_episode], batch.columns["advantage"], strict=True) if a != 0}
+            numbers["credit/groups"] = int(group.max()) + 1
+            numbers["credit/groups_with_signal"] = len(alive)
+        return batch
+
+    def imitate(self, count: int, step: int) -> Batch:
+        """Demonstrations as rows of the channel ``sft``."""
+        episodes = []
+        for i, task in enumerate(self.demos.next(count)):
+            tokens, mask = self.renderer.demo(self._demo(task), len(task.messages))
+            episodes.append(demonstration(task, tokens, mask, f"demo/{step}/{i}"))
+        return Batch(tuple(episodes))
+
+    def plans(self, batch: Batch, terms: list[Any], kind: str) -> Plans:
+        """What to compute: one training plan per optimizer step, and a probe where none would measure the mismatch."""
+        c = self.config
+        if not batch.episodes:
+            return []
+        parts = minibatches(batch, min(c.batch.minibatches, int(batch.by("group").max()) + 1)) if kind == "rl" else [batch]
+        plans: Plans = []
+        for i, part in enumerate(parts):
+            rows = rowset(part, terms)
+            if kind == "rl" and i == 0:
+                rows.save(self.folder / "batch.npz")
+            plan = split(rows, c.batch.token_budget, c.learner.dp)
+            if not plan.empty:
+                plans.append(("train", plan))
+        if kind == "rl" and (len(parts) > 1 or not plans):
+            rows = rowset(batch, columns=("logp_old", "mask:pg"))
+            plans.insert(0, ("probe", split(rows, c.batch.token_budget, c.learner.dp)))
+        return plans
+
+    def whole_plan(self, batch: Batch) -> Plan:
+        """All rows of the batch, to compute log-probabilities of."""
+        return split(rowset(batch), self.config.batch.token_budget, self.config.learner.dp)
+
+    def with_reference(self, batch: Batch, plan: Plan, logp: list[list[np.ndarray]]) -> Batch:
+        """The batch with the column ``logp_ref`` from the reference policy's pass over ``plan``."""
+        return batch.with_columns(logp_ref=to_column(batch, gather(plan, logp)))
+
+    # ------------------------------------------------------------------------------------------- measurement
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Greedy and sampled success over the evaluation tasks, each scored once; failures are not counted as zeros."""
+        split_name, size = self.config.run.eval_split, self.domain.size(self.config.run.eval_split)
+        tasks = [self.domain.task(split_name, i) for i in range(min(self.config.run.eval_tasks, size or self.config.run.eval_tasks))]
+        entry: dict[str, float] = {}
+        for name, sampling in (("greedy", Sampling(temperature=0.0)), ("sampled", self.sampling)):
+            play = self.collector.evaluate(tasks, run_seed=self.config.run.seed, step=step, sampling=sampling, progress=self._playing(name))
+            episodes, _ = self.policy.run(play)
+            good = [e for e in score(episodes, [{"name": "outcome"}]) if e.status != "infra_fail"]
+            entry[f"{name}_success"] = float(np.mean([e.reward >= 1 for e in good])) if good else 0.0
+            entry[f"{name}_reward"] = float(np.mean([e.reward for e in good])) if good else 0.0
+            entry[f"{name}_failed"] = len(episodes) - len(good)
+        return entry
+
+    def step_took(self, seconds: float) -> None:
+        self.paces = [*self.paces[-19:], seconds]
+
+    def _playing(self, what: str) -> Any:
+        return lambda done, total: self.console.progress(f"{self.label} {what}".strip(), done, total)
+
+    def log(self, kind: str, done: int, total: int, step: int, numbers: dict[str, Any]) -> None:
+        """One record in ``metrics.jsonl``; on the console a line for each rl step and each evaluation."""
+        self.metrics.log(step, {"stage": kind, **numbers})
+        self.label = f"{kind} {done + 1}/{total}"
+        line = summary.step_line(kind, done, total, numbers)
+        if kind == "rl" or "eval/sampled_success" in numbers:
+            self.console.say(line)
+        pace = float(np.mean(self.paces)) if self.paces else None
+        self.console.progress(kind, done, total, line.partition("  ")[2], pace * (total - done) if pace else None)
+
+    def _write_episodes(self, episodes: list[Episode], step: int) -> None:
+        lines = [json.dumps(summary.episode_record(e, self.tokenizer)) + "\n" for e in episodes]
+        (self.folder / "episodes" / f"step-{step:06d}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+    def describe(self, folder: Path) -> None:
+        """Adds to a checkpoint what makes it a model by itself: config and tokenizer."""
+        assert self.files
+        self.policy.describe(folder, self.files)
+
+    def finish(self, progress: Any, wall_s: float) -> dict[str, Any]:
+        """Writes ``summary.json`` and prints the learning curve and the table."""
+        result = summary.summarize(progress, wall_s)
+        (self.folder / "summary.json").write_text(json.dumps(result, indent=1) + "\n")
+        self.console.say(summary.closing(progress, result, self.folder))
+        return result

@@ -1,0 +1,20 @@
+"""The learner: Megatron-Core behind a small surface.
+
+Importing any module of this package first adapts Megatron-Core to the machine (``cpu.py``, only without CUDA) and
+repairs its distributed optimizer (``repairs.py``, only without Transformer Engine and Apex).
+"""
+
+import logging
+import warnings
+
+from mcore_agent.learner import cpu
+
+for _noisy in ("megatron", "torch.utils.cpp_extension"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)  # deprecations, and what is not installed, at every import
+warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
+
+cpu.install()
+
+from mcore_agent.learner import repairs  # noqa: E402  imports megatron
+
+repairs.install()

@@ -1,0 +1,117 @@
+"""Where numbers go: ``metrics.jsonl``, the console's live line, and Weights & Biases."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def bars(values: list[float], top: float = 1.0) -> str:
+    """One block character per value between 0 and ``top``."""
+    levels = " ▁▂▃▄▅▆▇█"
+    return "".join(levels[min(8, max(0, round(8 * v / top)))] if top > 0 else levels[0] for v in values)
+
+
+class Console:
+    """A live line on a terminal, one line per step elsewhere; silent for ranks other than the first."""
+
+    def __init__(self, quiet: bool = False):
+        self.quiet = quiet
+        self.live = sys.stderr.isatty() and not quiet
+        self._started = time.monotonic()
+        self._drawn = False
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if not self.quiet:
+            self._clear()
+            print(text, flush=True)
+
+    def progress(self, label: str, done: int, total: int, note: str = "", seconds_left: float | None = None) -> None:
+        """The live line; nothing where there is no terminal."""
+        if not self.live:
+            return
+        width = 24
+        filled = width * done // max(total, 1)
+        eta = f"  {_clock(seconds_left)} left" if seconds_left is not None else ""
+        sys.stderr.write(f"\r\x1b[2K{label} [{'=' * filled}{' ' * (width - filled)}] {done}/{total}{eta}  {note}")
+        sys.stderr.flush()
+        self._drawn = True
+
+    def _clear(self) -> None:
+        if self._drawn:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+            self._drawn = False
+
+    def close(self) -> None:
+        self._clear()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+class Metrics:
+    """Appends one record per step. On a resume, records after ``step`` are dropped first, so steps always rise."""
+
+    def __init__(self, folder: Path, *, resume_step: int, wandb: str = "disabled", project: str = "", name: str = "", config: Any = None):
+        self.path = folder / "metrics.jsonl"
+        self._keep_until(resume_step)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+        self._wandb = _start_wandb(folder, wandb, project, name, config) if wandb != "disabled" else None
+
+    def _keep_until(self, step: int) -> None:
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # the last line of a killed run may be cut
+                continue
+            if record["step"] <= step:
+                kept.append(line + "\n")
+        partial = self.path.with_suffix(".tmp")
+        partial.write_text("".join(kept), encoding="utf-8")
+        os.replace(partial, self.path)
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """One line of JSON and one wandb step; values are numbers, strings or None."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log({k: v for k, v in values.items() if isinstance(v, (int, float))}, step=step)
+
+    def close(self, exit_code: int = 0) -> None:
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=exit_code, quiet=True)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run folder, in order of steps."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _start_wandb(folder: Path, mode: str, project: str, name: str, config: Any) -> Any:
+    import wandb
+
+    id_file = folder / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(wandb.util.generate_id())
+    return wandb.init(
+        mode=mode,  # type: ignore[arg-type]
+        project=project,
+        name=name or folder.name,
+        id=id_file.read_text(),
+        resume="allow",
+        dir=str(folder),
+        config=config,
+        settings=wandb.Settings(silent=True, console="off"),
+        config_exclude_keys=None,
+        allow_val_change=True,
+    )

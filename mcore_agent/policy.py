@@ -1,0 +1,247 @@
+"""The policy on every rank: trained by the learner, served by the engine of rank 0, by turns."""
+
+import asyncio
+import shutil
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ckpt_convert.families import family_of
+from ckpt_convert.mcore_folder import HF, TENSORS, Meta, read_meta, write_meta
+from ckpt_convert.source import RandomSource, SafetensorsSource
+from ckpt_convert.write import write_folder
+from mcore_agent.batch.microbatch import MicroBatch, Plan
+from mcore_agent.config import Config
+from mcore_agent.config_rules import hf_config_of
+from mcore_agent.learner import groups
+from mcore_agent.learner.learner import Layout, Learner, OptimSpec, StepStats
+from mcore_agent.learner.wait import open_line
+from mcore_agent.protocols import Engine, LossTerm
+from mcore_agent.registry import create
+from mcore_agent.rollout.states import TimeSlicer
+from mcore_agent.state import finish_folder
+from mcore_agent.weights.export import export
+from mcore_agent.weights.publish import publish
+
+Parts = list[tuple[str, list[MicroBatch]]]  # ("train" or "probe", this rank's micro-batches)
+
+
+class Policy:
+    """Methods are collective unless they say otherwise; ``engine`` is None except on rank 0."""
+
+    def __init__(self, config: Config, stack: ExitStack):
+        c = config
+        self.config = config
+        self.hf_config = hf_config_of(config)
+        torch.set_num_threads(int(c.run.threads or torch.get_num_threads()))
+        layout = Layout(tp=c.learner.tp, pp=c.learner.pp, dp=c.learner.dp, ep=c.learner.ep)
+        self.groups = groups.initialize(layout)
+        stack.callback(groups.destroy)
+        self.rank = self.groups.rank
+        self.line = stack.enter_context(open_line(self.groups))
+        optim = OptimSpec(
+            betas=(c.learner.betas[0], c.learner.betas[1]),
+            eps=c.learner.eps,
+            weight_decay=c.learner.weight_decay,
+            clip_grad=c.learner.clip_grad,
+        )
+        self.learner = Learner(self.hf_config, self.groups, c.precision.dtype, optim, c.rollout.temperature)
+        self.version = 0  # of the learner's weights: updates applied
+        self.served = -1  # the version that the engine has
+        self.engine: Engine | None = self._engine(stack) if self.rank == 0 else None
+        self.slicer = TimeSlicer(self._hooks())
+
+    # -------------------------------------------------------------------------------------------- the engine
+
+    def _engine(self, stack: ExitStack) -> Engine:
+        c = self.config
+        self._runner = stack.enter_context(asyncio.Runner())
+        spec = {"name": c.rollout.engine, "dtype": c.precision.dtype, "max_batch": c.rollout.max_batch}
+        engine: Engine = create("engine", spec, hf_config=self.hf_config)
+        stack.callback(lambda: self.run(engine.close()))
+        return engine
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Rank 0: runs asynchronous work to its end."""
+        return self._runner.run(work)
+
+    def _hooks(self) -> dict[str, Any]:
+        hooks: dict[str, Any] = {"publish": self._publish}
+        engine = self.engine
+        if engine is not None:
+            hooks |= {
+                "drain": lambda: self.run(engine.abort()),
+                "sleep_engine": lambda: self.run(engine.sleep(("weights", "kv_cache"))),
+                "wake_weights": lambda: self.run(engine.wake(("weights",))),
+                "wake_engine": lambda: self.run(engine.wake(("kv_cache",))),
+            }
+        return hooks
+
+    def _publish(self) -> None:
+        tensors = export(self.learner.model)
+        if self.engine is not None:
+            self.run(publish(self.engine, tensors, self.version))
+        else:
+            for _ in tensors:  # every rank takes part in gathering shards
+                pass
+
+    def serve(self) -> None:
+        """The engine serves the learner's weights: every step of the way is a transition of the table."""
+        if self.served == self.version and self.slicer.state == "ROLLOUT":
+            return
+        self._train_mode()
+        for event in ("trim", "wake_weights", "publish", "sleep_learner", "wake_engine", "rollout"):
+            self.slicer.fire(event)
+        self.served = self.version
+
+    def _train_mode(self) -> None:
+        if self.slicer.state == "ROLLOUT":
+            for event in ("drain", "sleep_engine", "wake_learner"):
+                self.slicer.fire(event)
+
+    # ------------------------------------------------------------------------------------------- the learner
+
+    def start(self) -> None:
+        """Weights of the recipe: a Hugging Face folder, a Megatron checkpoint, or random ones."""
+        path = Path(self.config.model.path)
+        if not self.config.model.path:
+            self.learner.load_weights(RandomSource(family_of(self.hf_config), self.config.run.seed))
+        elif (path / TENSORS).is_dir():
+            self.load_weights(path)
+        else:
+            self.learner.load_weights(SafetensorsSource(path))
+
+    @property
+    def hf_folder(self) -> Path:
+        """Where ``model.path`` keeps config and tokenizer."""
+        path = Path(self.config.model.path)
+        return path / HF if (path / HF).is_dir() else path
+
+    def begin(self, temperature: float, fresh: bool) -> None:
+        """A stage begins (``fresh``) or goes on."""
+        self.learner.temperature = temperature
+        if fresh:
+            self.learner.reset_optimizer()
+
+    def keep_reference(self, folder: Path, fresh: bool) -> None:
+        """The weights of the stage's start become the reference policy, kept in ``folder`` for a resume."""
+        if fresh:
+            partial = folder.with_name(folder.name + ".partial")
+            if self.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+            self.share(None)
+            self.learner.save(partial, weights_only=True)
+            if self.rank == 0:
+                finish_folder(partial, folder)
+            self.learner.snapshot_reference()
+        else:
+            self.learner.load(folder, weights_only=True)
+            self.learner.snapshot_reference()
+            self.learner.load(self._loaded / TENSORS)
+
+    def reference_logp(self, plan: Plan | None) -> list[list[np.ndarray]] | None:
+        """Rank 0 gives a plan and gets the reference policy's log-probabilities ``[dp rank][slot]``, each [T]."""
+        (_, micro), *_ = self.deal([("reference", plan)] if plan is not None else None)
+        logp = self.learner.logprobs(micro, reference=True)
+        found: list[Any] = [None] * self.groups.layout.world
+        if self.groups.layout.world > 1:
+            dist.all_gather_object(found, (self.groups.dp_rank, logp))
+        else:
+            found = [(0, logp)]
+        return [dict(found)[r] for r in range(self.groups.layout.dp)] if self.rank == 0 else None
+
+    def deal(self, plans: list[tuple[str, Plan]] | None) -> Parts:
+        """Each data-parallel rank gets its micro-batches from rank 0, which alone has ``plans``."""
+        dealt = None
+        if plans is not None:
+            dealt = [[(kind, plan.slots[r]) for kind, plan in plans] for r in range(self.groups.layout.dp)]
+        return self.line.scatter(dealt)
+
+    def update(self, parts: Parts, terms: Sequence[LossTerm], lr: float, compare: bool, numbers: dict[str, Any]) -> None:
+        """An optimizer step for each training part. ``compare``: measures engine against learner on sampled tokens."""
+        gap = -1.0
+        stats: list[StepStats] = []
+        probed = False
+        for kind, micro in parts:
+            if kind == "probe":
+                gap, probed = _largest_gap(micro, self.learner.logprobs(micro)), True
+                continue
+            self._train_mode()
+            done = self.slicer.fire("update") or self.learner.step(micro, terms, lr)
+            if compare and not probed and not stats:
+                gap = _largest_gap(micro, done.logp)
+            stats.append(done)
+            self.version += int(done.applied)
+        numbers["lr"], numbers["version"] = lr, self.version
+        numbers["optimizer_steps"] = sum(s.applied for s in stats)
+        numbers["skipped_not_finite"] = sum(not s.applied for s in stats)
+        if stats:
+            numbers["loss"], numbers["grad_norm"] = stats[-1].loss, stats[-1].grad_norm
+            numbers |= {f"loss/{name}": value for name, value in stats[-1].metrics.items()}
+        if compare and parts:
+            numbers["mismatch/logp_abs_max"] = self._most(gap)
+
+    def _most(self, value: float) -> float:
+        box = torch.tensor([value], device=groups.device(), dtype=torch.float64)
+        if self.groups.layout.world > 1:
+            dist.all_reduce(box, op=dist.ReduceOp.MAX)
+        return float(box)
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        return self.line.share(value)
+
+    def save(self, folder: Path) -> None:
+        self.slicer.fire("save")
+        (folder / TENSORS).mkdir(exist_ok=True)
+        self.learner.save(folder / TENSORS)
+
+    def load_weights(self, folder: Path) -> None:
+        """The weights of a checkpoint folder, whatever layout wrote it. Raises ConvertError when it is not whole."""
+        read_meta(folder)
+        self.learner.load(folder / TENSORS, weights_only=True)
+
+    def load(self, folder: Path) -> None:
+        """Continues exactly from a checkpoint folder. Raises ConvertError when it is not whole."""
+        read_meta(folder)
+        self.learner.load(folder / TENSORS)
+        self._loaded = folder
+
+    def describe(self, folder: Path, files: Path) -> None:
+        """Rank 0, after ``save``: config, tokenizer and meta data make the folder a model by itself."""
+        shutil.copytree(files, folder / HF)
+        layout = self.groups.layout
+        ranks = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
+        write_meta(folder, Meta(self.learner.model.family.model_type, self.config.precision.dtype, ranks))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.version = state["version"]
+
+    def export(self, folder: Path, files: Path) -> None:
+        """Writes the policy as a Hugging Face folder, with the config and tokenizer of ``files``; keeps an existing one."""
+        if self.share(folder.exists() if self.rank == 0 else None):
+            return
+        tensors = export(self.learner.model)
+        if self.rank == 0:
+            write_folder(folder, tensors, self.learner.model.family.shapes(), self.learner.model.dtype, files)
+        else:
+            for _ in tensors:
+                pass
+
+
+def _largest_gap(micro: Sequence[MicroBatch], logp: Sequence[np.ndarray]) -> float:
+    """Largest |learner's log-probability - engine's| over sampled tokens; -1 without any."""
+    gaps = [np.abs(p - m.columns["logp_old"])[m.columns["mask:pg"] > 0] for m, p in zip(micro, logp, strict=True)]
+    found = np.concatenate(gaps) if gaps else np.zeros(0)
+    return float(found.max()) if len(found) else -1.0

@@ -1,0 +1,224 @@
+"""The seams between stages. A variant is one file behind one of these protocols, found by the registry."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from mcore_agent.types import Batch, Episode, Feedback, Message, Task
+
+if TYPE_CHECKING:
+    import torch
+
+
+class InfraError(RuntimeError):
+    """The environment or the engine failed, not the policy: the episode is retried or dropped, never scored 0."""
+
+
+# --------------------------------------------------------------------------------------------- environments
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote. ``error`` is set instead of a name when the call could not be parsed."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One assistant turn: its text without the end token, and the tool calls in it (none: a final answer)."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the environment returns. ``messages`` are appended to the dialog; ``done`` ends the episode."""
+
+    messages: tuple[Message, ...] = ()
+    done: bool = False
+    feedback: Feedback = Feedback()
+    state_key: str = ""  # equal for equal states of the environment *before* the next action
+
+
+@runtime_checkable
+class Env(Protocol):
+    """One live episode of an environment. Raises InfraError when the environment itself fails."""
+
+    async def reset(self) -> Observation: ...
+
+    async def step(self, action: Action) -> Observation: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Domain(Protocol):
+    """A family of tasks, registered under the kind ``env``; its constructor takes the recipe's arguments.
+
+    ``tools`` are JSON schemas of functions (OpenAI format), empty for none. ``size`` is the number of tasks of a
+    split, None when they are generated without end. ``task(split, i)`` is a pure function of its arguments.
+    ``demo(task, seed)`` returns the messages of a demonstration (the prompt's included) or None.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+
+    def size(self, split: str) -> int | None: ...
+
+    def task(self, split: str, index: int) -> Task: ...
+
+    def make(self, task: Task, seed: int) -> Env: ...
+
+    def demo(self, task: Task, seed: int) -> list[Message] | None: ...
+
+
+@runtime_checkable
+class TaskSource(Protocol):
+    """Chooses tasks. Its state goes to the checkpoint, so that a resumed run draws the same tasks."""
+
+    def next(self, k: int) -> list[Task]: ...
+
+    def observe(self, episodes: Sequence[Episode]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Parser(Protocol):
+    """Splits an assistant turn into text and tool calls; a malformed call becomes a ToolCall with ``error``."""
+
+    def parse(self, text: str) -> Action: ...
+
+
+# --------------------------------------------------------------------------------------------------- engine
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids in. ``seed`` alone decides the random draws, whatever else runs beside it."""
+
+    id: str
+    tokens: np.ndarray  # [P] int64
+    max_new: int
+    stop: tuple[int, ...] = ()
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    seed: int = 0
+    order: tuple[int, ...] = ()  # place in a batch: requests that run together are sorted by it
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Token ids out. ``logp`` is taken after temperature over the whole vocabulary (before top-p and top-k).
+
+    ``finish`` is ``stop`` (the last token is a stop token, which is included), ``length``, ``abort`` or ``error``
+    (``error`` then says why); every request ends with one of them.
+    """
+
+    tokens: np.ndarray  # [N] int64
+    logp: np.ndarray  # [N] float32
+    version: np.ndarray  # [N] int32
+    finish: str
+    cached: int = 0  # prompt tokens whose keys and values were reused
+    error: str = ""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Serves the current weights. All engines look the same to the code that plays episodes.
+
+    A client is one episode: the engine may wait for every open client's next request before it forms a batch.
+    ``update`` outside ``begin_update`` … ``end_update`` raises; ``end_update`` raises unless every parameter was
+    given exactly once, then drops cached keys and values and serves ``version``.
+    """
+
+    version: int
+
+    def client(self) -> AbstractContextManager[None]: ...
+
+    async def generate(self, request: Request) -> Completion: ...
+
+    async def abort(self, ids: Iterable[str] | None = None) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self, tags: Iterable[str] = ("weights", "kv_cache")) -> None: ...
+
+    async def wake(self, tags: Iterable[str] = ("weights", "kv_cache")) -> None: ...
+
+    async def begin_update(self) -> None: ...
+
+    async def update(self, bucket: Iterable[tuple[str, "torch.Tensor"]]) -> None: ...
+
+    async def end_update(self, version: int) -> None: ...
+
+    async def flush(self) -> None: ...
+
+    async def checksum(self) -> dict[str, str]: ...
+
+    async def close(self) -> None: ...
+
+    def capabilities(self) -> frozenset[str]: ...
+
+
+# ------------------------------------------------------------------------------------- reward, credit and loss
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Named numbers for one finished episode: a scalar or one number per turn."""
+
+    def score(self, episode: Episode) -> dict[str, float | list[float]]: ...
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """Advantages from a batch. ``axis`` says on which axis (token, turn, episode) the result lives.
+
+    ``needs`` names batch columns (for example ``values``) that the loop must provide beforehand.
+    """
+
+    needs: tuple[str, ...]
+    axis: str
+
+    def __call__(self, batch: Batch) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class ModelOut:
+    """What the learner hands to a loss: columns over the tokens of one micro-batch, aligned with ``tokens``."""
+
+    logp: "torch.Tensor"  # [T] log-probability of each token at the run's temperature; 0 at the first of a row
+    entropy: "torch.Tensor | None" = None  # [T] of the distribution that token t was drawn from; only if needed
+
+
+@runtime_checkable
+class LossTerm(Protocol):
+    """A loss per token. It enters the total as ``coef * sum_t weight[t] * per_token[t]``.
+
+    ``channel`` names the token mask; the weights come from an aggregation of that mask over the global batch, so a
+    term never sees a denominator. ``needs`` names columns (``advantage``, ``logp_old``, ``logp_ref``) and outputs
+    (``entropy``). ``scales_with`` names a column to which the term is proportional: rows in which it is 0
+    everywhere contribute nothing and may be left out. ``per_token`` may return metrics beside the loss: each is a
+    ``[T]`` tensor, averaged with the same weights.
+    """
+
+    channel: str
+    needs: tuple[str, ...]
+    scales_with: str | None
+    coef: float
+    aggregate: str
+
+    def per_token(
+        self, out: ModelOut, columns: Mapping[str, "torch.Tensor"]
+    ) -> tuple["torch.Tensor", dict[str, "torch.Tensor"]]: ...

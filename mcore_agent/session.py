@@ -1,0 +1,217 @@
+"""What a run holds on every rank: the learner, where it stands in its recipe, and how it hands over to the engine."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_convert.mcore_folder import HF
+from mcore_agent.config import Config, StageConfig
+from mcore_agent.lead import Lead
+from mcore_agent.policy import Parts, Policy
+from mcore_agent.registry import create
+from mcore_agent.state import Checkpoints, StateStore
+from mcore_agent.types import Batch, Episode
+
+
+@dataclass
+class Progress:
+    """Where a run stands; part of every checkpoint."""
+
+    stage: int = 0
+    done: int = 0  # optimizer steps of that stage
+    over: bool = False  # that stage has ended
+    step: int = 0  # over all stages
+    wall_s: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)  # one entry per evaluation
+    rewards: list[float] = field(default_factory=list)  # mean reward of each rl step
+    mismatch: float = 0.0  # largest |log-probability difference| between engine and learner so far
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def learning_rate(stage: StageConfig, steps: int, done: int) -> float:
+    """The rate of the stage's step number ``done`` (from 1): a pure function, so that a resume cannot shift it."""
+    if done <= stage.warmup:
+        return stage.lr * done / stage.warmup
+    if stage.schedule == "constant" or steps <= stage.warmup + 1:
+        return stage.lr
+    along = (done - stage.warmup - 1) / (steps - stage.warmup - 1)
+    shape = 1 - along if stage.schedule == "linear" else (1 + math.cos(math.pi * along)) / 2
+    return stage.lr * (stage.lr_end + (1 - stage.lr_end) * shape)
+
+
+@contextmanager
+def open_session(config: Config, folder: Path, started: float) -> Iterator["Session"]:
+    """A session on this rank; everything it opened is closed when the block ends, however it ends."""
+    with ExitStack() as stack:
+        yield Session(config, folder, started, stack)
+
+
+class Session:
+    """One rank of a run. Methods that only rank 0 does return None elsewhere; the others are collective."""
+
+    def __init__(self, config: Config, folder: Path, started: float, stack: ExitStack):
+        self.config, self.folder, self.started = config, folder, started
+        self.progress, self.store = Progress(), StateStore()
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
+        self.policy = Policy(config, stack)
+        self.lead = Lead(config, self.policy, stack, folder / HF) if self.policy.rank == 0 else None
+        self.store.add("progress", self.progress)
+        self.store.add("policy", self.policy)
+        if self.lead:
+            self.store.add("source", self.lead.source)
+            self.store.add("demos", self.lead.demos)
+        self.numbers: dict[str, Any] = {}
+        self.earlier_s = 0.0
+        self._restore(folder)
+
+    def _restore(self, folder: Path) -> None:
+        """Continues from the latest checkpoint, or starts from the recipe's weights."""
+        latest = self.policy.share(self.checkpoints.latest() if self.lead else None)
+        if latest is None:
+            self.policy.start()
+        else:
+            self.policy.load(latest)
+            if not self.lead:  # the task source lives on rank 0 only, but every rank needs the rest
+                self.store.add("source", _Ignored())
+                self.store.add("demos", _Ignored())
+            self.store.load(latest / "state.json")
+            self.earlier_s = self.progress.wall_s
+        if self.lead:
+            self.lead.open_run(folder, self.progress.step, resumed=latest)
+
+    # ------------------------------------------------------------------------------------------- the recipe
+
+    def schedule(self) -> Iterator[tuple[StageConfig, int]]:
+        """Every stage and step from where the run stands; steps count over all stages, from 1."""
+        p = self.progress
+        for index in range(p.stage, len(self.config.stages)):
+            stage = self.config.stages[index]
+            if index != p.stage:
+                p.stage, p.done, p.over = index, 0, False
+            if not p.over:
+                self._begin(stage)
+            while not p.over:
+                self.numbers = {}
+                clock = time.monotonic()
+                p.step, p.done = p.step + 1, p.done + 1
+                p.over = p.done >= self.config.steps(stage)
+                yield stage, p.step
+                if self.lead:
+                    self.lead.step_took(time.monotonic() - clock)
+
+    def _begin(self, stage: StageConfig) -> None:
+        specs = self.config.loss if stage.kind == "rl" else [{"name": "sft_nll"}]
+        temperature = self.config.rollout.temperature if stage.kind == "rl" else 1.0
+        self.terms = [create("loss", spec) for spec in specs]
+        self.policy.begin(temperature, fresh=self.progress.done == 0)
+        if any("logp_ref" in term.needs for term in self.terms):
+            self.policy.keep_reference(self.folder / "reference", fresh=self.progress.done == 0)
+        if stage.kind == "rl":
+            self._timed("publish", self.policy.serve)
+
+    def _due(self, stage: StageConfig) -> bool:
+        """Whether an evaluation follows this step."""
+        p = self.progress
+        return bool(self.config.run.eval_tasks) and (p.over or bool(stage.eval_every and p.done % stage.eval_every == 0))
+
+    # --------------------------------------------------------------------------------------------- the ring
+
+    def collect(self, step: int) -> list[Episode] | None:
+        """Rank 0: the step's episodes, whole groups in the order of their tasks; None elsewhere."""
+        return self._timed("collect", lambda: self.lead.collect(step, self.numbers)) if self.lead else None
+
+    def reward(self, episodes: list[Episode] | None) -> list[Episode] | None:
+        return self.lead.reward(episodes, self.progress.step, self.numbers) if self.lead and episodes is not None else None
+
+    def credit(self, episodes: list[Episode] | None) -> Batch | None:
+        return self.lead.credit(episodes, self.numbers) if self.lead and episodes is not None else None
+
+    def imitate(self, stage: StageConfig, step: int) -> Batch | None:
+        """Rank 0: a batch of demonstrations; None elsewhere."""
+        return self.lead.imitate(stage.demos, step) if self.lead else None
+
+    def split(self, stage: StageConfig, batch: Batch | None) -> Parts:
+        """This rank's micro-batches, one part for each optimizer step that the batch makes."""
+        if any("logp_ref" in term.needs for term in self.terms):
+            batch = self._with_reference(batch)
+        plans = self.lead.plans(batch, self.terms, stage.kind) if self.lead and batch is not None else None
+        return self.policy.deal(plans)
+
+    def _with_reference(self, batch: Batch | None) -> Batch | None:
+        plan = self.lead.whole_plan(batch) if self.lead and batch is not None else None
+        logp = self.policy.reference_logp(plan)
+        return self.lead.with_reference(batch, plan, logp) if self.lead and batch is not None else None
+
+    def update(self, stage: StageConfig, step: int, parts: Parts) -> None:
+        """One optimizer step per part; a part without signal leaves the weights alone."""
+        rate = learning_rate(stage, self.config.steps(stage), self.progress.done)
+        self._timed("update", lambda: self.policy.update(parts, self.terms, rate, stage.kind == "rl", self.numbers))
+        self.progress.mismatch = max(self.progress.mismatch, self.numbers.get("mismatch/logp_abs_max", 0.0))
+
+    def publish(self, stage: StageConfig, step: int) -> None:
+        """The engine serves the new weights before it is next asked for anything."""
+        if stage.kind == "rl" or self._due(stage):
+            self._timed("publish", self.policy.serve)
+
+    def evaluate(self, stage: StageConfig, step: int) -> None:
+        """Success on the evaluation split when it is due; ends the stage once its target is reached."""
+        if not self._due(stage):
+            return
+        if self.lead:
+            entry = self._timed("evaluate", lambda: self.lead.evaluate(step))
+            self.progress.curve.append({"step": step, "stage": stage.kind, **entry})
+            self.numbers.update({f"eval/{name}": value for name, value in entry.items()})
+            reached = bool(stage.until_success) and entry["sampled_success"] >= stage.until_success
+            self.progress.over = self.progress.over or reached
+        self.progress.over = self.policy.share(self.progress.over if self.lead else None)
+
+    def log(self, stage: StageConfig, step: int) -> None:
+        if self.lead:
+            self.progress.rewards += [self.numbers["reward/mean"]] if "reward/mean" in self.numbers else []
+            self.lead.log(stage.kind, self.progress.done, self.config.steps(stage), step, self.numbers)
+
+    def save(self, stage: StageConfig, step: int) -> None:
+        """A checkpoint when it is due and at the end of each stage."""
+        every = self.config.run.save_every
+        if not self.progress.over and not (every and self.progress.done % every == 0):
+            return
+        self.progress.wall_s = self.earlier_s + time.time() - self.started
+        partial = self.policy.share(self.checkpoints.partial(step) if self.lead else None)
+        self._timed("save", lambda: self.policy.save(partial))
+        if self.lead:
+            self.lead.describe(partial)
+            self.store.save(partial / "state.json")
+            self.checkpoints.commit(step)
+
+    def finish(self) -> dict[str, Any]:
+        """Writes ``summary.json`` and the Hugging Face folder, prints what happened. Rank 0 returns the summary."""
+        if self.config.run.export:
+            self.policy.export(self.folder / "export", self.folder / HF)
+        if not self.lead:
+            return {}
+        wall_s = self.earlier_s + time.time() - self.started
+        return self.lead.finish(self.progress, wall_s)
+
+    def _timed(self, name: str, work: Any) -> Any:
+        clock = time.monotonic()
+        result = work()
+        self.numbers[f"time/{name}_s"] = time.monotonic() - clock
+        return result
+
+
+class _Ignored:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass

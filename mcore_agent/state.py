@@ -1,0 +1,124 @@
+"""State that outlives a process: atomic files, complete-or-absent folders, and the store of everything resumable."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+COMPLETE = "COMPLETE"
+
+
+class StateError(RuntimeError):
+    """A saved state cannot be used; the message names the file and the way out."""
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """The file holds either its old content or all of ``data``, whatever happens. Raises OSError (disk full)."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(partial, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / COMPLETE).is_file()
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """A folder to fill; it appears under its name, with its marker, only when the block ends without an exception."""
+    partial = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        finish_folder(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def finish_folder(partial: Path, final: Path) -> None:
+    """Marks a filled folder complete and gives it its name, replacing an older one of that name."""
+    write_atomic(partial / COMPLETE, b"")
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(partial, final)
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class StateStore:
+    """Everything outside the tensors that a resumed run needs, by name; JSON, so that a person can read it."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Stateful] = {}
+
+    def add(self, name: str, part: Stateful) -> None:
+        if name in self._parts:
+            raise StateError(f"two parts of the state are called {name!r}")
+        self._parts[name] = part
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, json.dumps({n: p.state_dict() for n, p in self._parts.items()}, indent=1).encode())
+
+    def load(self, path: Path) -> None:
+        """Raises StateError when the file is damaged or holds other parts than this run has."""
+        try:
+            saved = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as e:
+            raise StateError(f"{path} cannot be read ({e}); delete its folder to resume from the checkpoint before") from e
+        if saved.keys() != self._parts.keys():
+            raise StateError(f"{path} holds {sorted(saved)}, this run needs {sorted(self._parts)}: another version wrote it")
+        for name, part in self._parts.items():
+            part.load_state_dict(saved[name])
+
+
+class Checkpoints:
+    """Numbered folders ``step-000012`` and the pointer ``latest``; only complete folders count."""
+
+    def __init__(self, root: Path, keep: int):
+        self.root, self.keep = root, keep
+
+    def folder(self, step: int) -> Path:
+        return self.root / f"step-{step:06d}"
+
+    def partial(self, step: int) -> Path:
+        """An empty folder to fill. Call on one rank, before the others write."""
+        folder = self.root / f"step-{step:06d}.partial"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def commit(self, step: int) -> Path:
+        """Makes the filled folder the latest one and drops old ones. Call on one rank, after all have written."""
+        final = self.folder(step)
+        finish_folder(self.root / f"{final.name}.partial", final)
+        write_atomic(self.root / "latest", final.name.encode())
+        for old in self.complete()[: -self.keep]:
+            shutil.rmtree(old)
+        return final
+
+    def complete(self) -> list[Path]:
+        """Complete folders, oldest first."""
+        return sorted(p for p in self.root.glob("step-??????") if is_complete(p)) if self.root.is_dir() else []
+
+    def latest(self) -> Path | None:
+        """The folder that ``latest`` names if it is complete, else the newest complete one, else None."""
+        pointer = self.root / "latest"
+        if pointer.is_file() and is_complete(self.root / pointer.read_text().strip()):
+            return self.root / pointer.read_text().strip()
+        return (self.complete() or [None])[-1]

@@ -1,0 +1,63 @@
+"""Running the command line for real, as a user does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+QUICKSTART = "recipes/quickstart.yaml"
+TINY = ("--overlay", "tests/e2e/tiny.yaml")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore"}
+
+
+def start(*words: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mcore_agent.cli", *map(str, words)],
+        cwd=ROOT, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def cli(*words: str, timeout: float = 300, code: int = 0, **environment: str) -> str:
+    """Output of a command that must end with ``code``."""
+    process = start(*words, **environment)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        end(process)
+        raise
+    assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-6000:]}"
+    return out + err
+
+
+def end(process: subprocess.Popen) -> None:
+    for p in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        p.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+def wait_for(condition, seconds: float, what: str):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{what} did not happen within {seconds} s")
+
+
+def metrics(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())

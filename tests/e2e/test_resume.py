@@ -1,0 +1,89 @@
+"""A run that is killed or interrupted at any moment goes on as if nothing had happened (I10)."""
+
+import os
+import random
+import signal
+
+import psutil
+import pytest
+
+from tests.e2e.running import QUICKSTART, TINY, cli, end, metrics, start, summary, tree, wait_for
+
+COMPARED = ("loss", "grad_norm", "reward/mean", "mismatch/logp_abs_max", "rollout/sampled_tokens", "eval/sampled_success")
+
+
+def facts(folder):
+    return [{k: record.get(k) for k in ("step", "stage", *COMPARED)} for record in metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    cli("train", QUICKSTART, *TINY, f"run.dir={folder}")
+    return folder
+
+
+def killed_at(step, folder, *words):
+    process = start("train", QUICKSTART, *TINY, f"run.dir={folder}", *words)
+    wait_for(lambda: len(metrics(folder)) >= step or process.poll() is not None, 120, f"step {step}")
+    assert process.poll() is None, process.communicate()
+    end_by_kill(process)
+
+
+def end_by_kill(process):
+    """SIGKILL to the command alone: what it started must go with it."""
+    children = tree(process.pid)[1:]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive, f"orphans: {alive}"
+
+
+@pytest.mark.defect("B25")
+@pytest.mark.defect("G3")
+def test_killed_twice_and_resumed_gives_the_same_bits(uninterrupted, tmp_path):
+    folder, seed = tmp_path / "run", int.from_bytes(os.urandom(2), "little")
+    first, second = sorted(random.Random(seed).sample(range(1, 9), 2))
+    killed_at(first, folder)
+    killed_at(second, folder)
+    out = cli("train", QUICKSTART, *TINY, f"run.dir={folder}")
+    assert facts(folder) == facts(uninterrupted), f"seed {seed}: killed at {first} and {second}\n{out}"
+    mine, theirs = summary(folder), summary(uninterrupted)
+    assert {k: v for k, v in mine.items() if k != "wall_s"} == {k: v for k, v in theirs.items() if k != "wall_s"}
+
+
+def test_a_finished_run_is_not_repeated(uninterrupted):
+    before = facts(uninterrupted)
+    assert "resumed after step 9" in cli("train", QUICKSTART, *TINY, f"run.dir={uninterrupted}")
+    assert facts(uninterrupted) == before
+
+
+def test_another_configuration_is_refused(uninterrupted):
+    out = cli("train", QUICKSTART, *TINY, f"run.dir={uninterrupted}", "rollout.group_size=8", code=2)
+    assert "holds a run of another configuration (rollout.group_size: 4 -> 8)" in out
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    assert "is not empty and holds no run" in cli("train", QUICKSTART, *TINY, f"run.dir={tmp_path}", code=2)
+
+
+@pytest.mark.defect("H2")
+@pytest.mark.parametrize(("words", "name"), [((), "alone"), (("learner.dp=2",), "two ranks")], ids=lambda v: v if isinstance(v, str) else "")
+def test_interrupt_leaves_nothing_behind(words, name, tmp_path):
+    """Ctrl-C: ranks gone within 5 s, exit code 130, the last checkpoint whole, and the same command goes on."""
+    folder = tmp_path / "run"
+    process = start("train", QUICKSTART, *TINY, f"run.dir={folder}", *words)
+    try:
+        wait_for(lambda: len(metrics(folder)) >= 5 or process.poll() is not None, 150, "step 5")
+        processes = tree(process.pid)
+        os.kill(process.pid, signal.SIGINT)
+        _, alive = psutil.wait_procs(processes, timeout=5)
+        assert not alive, f"{name}: {alive} outlived Ctrl-C by 5 s"
+        assert process.wait() == 130
+    finally:
+        if process.poll() is None:
+            end(process)
+    out = cli("train", QUICKSTART, *TINY, f"run.dir={folder}", *words)
+    assert "resumed after step" in out
+    assert [m["step"] for m in metrics(folder)] == list(range(1, 10))

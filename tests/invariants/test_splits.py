@@ -1,0 +1,53 @@
+"""I4, the pure part: loss, metrics and gradients do not depend on micro-batches or on the data-parallel split."""
+
+import numpy as np
+import pytest
+
+from mcore_agent import registry
+from mcore_agent.batch.plan import split
+from mcore_agent.batch.rowset import RowSet, rowset
+from tests.invariants.evaluate import AGGREGATIONS, LOSSES, entropy_for, evaluate
+from tests.strategies import SEEDS, random_batch, random_logp, with_columns
+
+LAYOUTS = ((7, 1), (40, 2), (1, 3), (10**6, 5))  # token budget, ranks
+
+
+@pytest.mark.defect("B5")
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradient_do_not_depend_on_the_split(name, aggregate):
+    """The loss to 1e-12 (the order of a float64 sum), the gradient of every token to the bit."""
+    term = registry.create("loss", {"name": name, "aggregate": aggregate})
+    for seed in SEEDS[:: len(AGGREGATIONS)]:
+        batch = with_columns(random_batch(seed), seed)
+        logp, entropy = random_logp(batch, seed), entropy_for(batch, seed)
+        one = evaluate(batch, [term], logp, entropy)
+        budget, dp = LAYOUTS[seed // len(AGGREGATIONS) % len(LAYOUTS)]
+        many = evaluate(batch, [term], logp, entropy, token_budget=budget, dp=dp)
+        assert many.loss == pytest.approx(one.loss, rel=1e-12, abs=1e-14)
+        assert many.metrics == pytest.approx(one.metrics, rel=1e-12, abs=1e-14)
+        assert np.array_equal(many.logp_grad, one.logp_grad)
+        assert np.array_equal(many.entropy_grad, one.entropy_grad)
+
+
+def test_all_terms_together_do_not_depend_on_the_split():
+    terms = [registry.create("loss", {"name": name, "aggregate": AGGREGATIONS[i % len(AGGREGATIONS)]})
+             for i, name in enumerate(LOSSES)]  # fmt: skip
+    for seed in SEEDS[:40]:
+        batch = with_columns(random_batch(seed), seed)
+        logp, entropy = random_logp(batch, seed), entropy_for(batch, seed)
+        one = evaluate(batch, terms, logp, entropy)
+        many = evaluate(batch, terms, logp, entropy, token_budget=13, dp=3)
+        assert many.loss == pytest.approx(one.loss, rel=1e-12, abs=1e-14)
+        np.testing.assert_allclose(many.logp_grad, one.logp_grad, rtol=1e-6, atol=0)
+
+
+def test_a_saved_batch_gives_the_same_micro_batches_under_any_layout(tmp_path):
+    terms = [registry.create("loss", {"name": name}) for name in LOSSES]
+    rows = rowset(with_columns(random_batch(8), 8), terms)
+    rows.save(tmp_path / "batch.npz")
+    for budget, dp in LAYOUTS:
+        plans = (split(rows, budget, dp), split(RowSet.load(tmp_path / "batch.npz"), budget, dp))
+        for first, second in zip(*([m for rank in p.slots for m in rank] for p in plans), strict=True):
+            assert np.array_equal(first.tokens, second.tokens) and np.array_equal(first.rows, second.rows)
+            assert all(np.array_equal(first.columns[k], second.columns[k]) for k in first.columns)

@@ -1,0 +1,58 @@
+"""What the tests of the learner run on ranks."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ckpt_convert.source import DictSource
+from mcore_agent.batch.microbatch import MicroBatch
+from mcore_agent.learner.groups import Groups
+from mcore_agent.learner.learner import Learner, OptimSpec
+from mcore_agent.protocols import LossTerm
+
+Weights = dict[str, torch.Tensor]
+
+
+def learner_of(groups: Groups, config: dict[str, Any], weights: Weights, dtype: str = "fp32", **optim: Any) -> Learner:
+    learner = Learner(config, groups, dtype, OptimSpec(**optim))
+    learner.load_weights(DictSource(weights))
+    return learner
+
+
+def whole_gradients(learner: Learner) -> Weights:
+    """This rank's gradients by global name, gathered from the data-parallel ranks that each hold a share."""
+    for chunk in learner.model.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for bucket in buffer.buckets:
+                group = buffer.data_parallel_group
+                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather(list(bucket.grad_data.chunk(group.size())), own, group=group)
+    return {name: parameter.main_grad.clone() for name, parameter in learner.model.parameters().items()}
+
+
+def relative(learner: Learner, found: Weights, reference: Weights) -> dict[str, float]:
+    """Relative distance of each local tensor from the shard of a Hugging Face tensor."""
+    family, layout = learner.model.family, learner.groups.layout
+    out = {}
+    for name, value in found.items():
+        want = family.to_mcore(name, reference.__getitem__, layout.tp, learner.groups.tp_rank)
+        out[name] = float((value - want).norm() / want.norm().clamp_min(1e-12))
+    return out
+
+
+def compare(
+    groups: Groups,
+    config: dict[str, Any],
+    weights: Weights,
+    slots: list[list[MicroBatch]],
+    terms: list[LossTerm],
+    reference: Weights,
+    temperature: float,
+) -> tuple[float, list[np.ndarray], dict[str, float]]:
+    """(global loss, this replica's log-probabilities, distance of every gradient from Hugging Face's)."""
+    learner = learner_of(groups, config, weights)
+    learner.temperature = temperature
+    done = learner.gradients(slots[groups.dp_rank], terms)
+    return done.loss, done.logp, relative(learner, whole_gradients(learner), reference)
