@@ -8,13 +8,15 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc_errors
+from yaml import YAMLError
 
 
 class ConfigError(ValueError):
@@ -152,13 +154,7 @@ def load_config(recipe: str | Path, words: Sequence[str] = (), overlays: Sequenc
     for path in (recipe, *overlays):
         merged = _merge(merged, _read(path), str(path))
     for word in words:
-        if "=" not in word or word.startswith("-"):
-            raise ConfigError("command line", word, "not of the form key=value", "Write for example run.seed=1")
-        try:
-            part = OmegaConf.from_dotlist([word])
-        except (oc_errors.OmegaConfBaseException, ValueError) as e:
-            raise ConfigError("command line", word, f"cannot be parsed ({_first_line(e)})", "Quote the value") from e
-        merged = _merge(merged, part, word)
+        merged = _set_word(merged, word)
     try:
         config: Config = OmegaConf.to_object(merged)  # type: ignore[assignment]
     except oc_errors.OmegaConfBaseException as e:
@@ -189,14 +185,33 @@ def _read(path: str | Path) -> DictConfig:
 
 
 def _merge(base: DictConfig, part: Any, origin: str) -> DictConfig:
-    try:
+    with _refusals("configuration", origin):
         return OmegaConf.merge(base, part)  # type: ignore[return-value]
-    except oc_errors.ConfigKeyError as e:
-        full = e.full_key or str(e.key)
-        raise ConfigError(full, origin, "no such key", _nearest(full)) from e
-    except (oc_errors.OmegaConfBaseException, TypeError, ValueError) as e:
-        full = e.full_key if isinstance(e, oc_errors.OmegaConfBaseException) and e.full_key else "configuration"
-        raise ConfigError(full, origin, f"wrong type ({_first_line(e)})", f"See the schema: {_doc(full)}") from e
+
+
+def _set_word(base: DictConfig, word: str) -> DictConfig:
+    """``key=value``; the value is read as YAML and replaces what was there. List items by number: ``stages.1.lr=1e-4``."""
+    name, found, text = word.partition("=")
+    if not found or not name or name.startswith("-"):
+        raise ConfigError("command line", word, "not of the form key=value", "Write for example run.seed=1")
+    # The schema is frozen, so a plain copy is changed and held to the schema again.
+    plain = OmegaConf.create(OmegaConf.to_container(base))
+    with _refusals(name, text):
+        OmegaConf.update(plain, name, OmegaConf.from_dotlist([f"value={text}"])["value"], merge=False)
+        return OmegaConf.merge(OmegaConf.structured(Config), plain)  # type: ignore[return-value]
+
+
+@contextmanager
+def _refusals(name: str, value: str) -> Iterator[None]:
+    """OmegaConf's refusals as ConfigErrors."""
+    try:
+        yield
+    except (oc_errors.ConfigKeyError, oc_errors.ConfigAttributeError) as e:
+        full = e.full_key or name
+        raise ConfigError(full, value, "no such key", _nearest(name if name.startswith("stages") else full)) from e
+    except (oc_errors.OmegaConfBaseException, YAMLError, TypeError, ValueError, AttributeError, IndexError) as e:
+        full = e.full_key if isinstance(e, oc_errors.OmegaConfBaseException) and e.full_key else name
+        raise ConfigError(full, value, f"wrong type or form ({_first_line(e)})", f"Its meaning: {_doc(full)}") from e
 
 
 def _first_line(e: BaseException) -> str:

@@ -40,7 +40,7 @@ class Policy:
         self.hf_config = hf_config_of(config)
         torch.set_num_threads(int(c.run.threads or torch.get_num_threads()))
         layout = Layout(tp=c.learner.tp, pp=c.learner.pp, dp=c.learner.dp, ep=c.learner.ep)
-        self.groups = groups.initialize(layout)
+        self.groups = groups.initialize(layout, backend=c.learner.backend)
         stack.callback(groups.destroy)
         self.rank = self.groups.rank
         self.line = stack.enter_context(open_line(self.groups))

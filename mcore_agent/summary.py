@@ -80,7 +80,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str]]:
         "reward_first": f"mean reward, first {FEW} rl steps",
         "reward_last": f"mean reward, last {FEW} rl steps",
     }
-    rows = [("optimizer steps", str(result["steps"]))]
+    rows = [("steps", str(result["steps"]))]
     rows += [(label, f"{result[key]:.3f}") for key, label in labels.items() if result[key] is not None]
     rows += [("largest log-prob difference, engine to learner", f"{result['mismatch_logp_abs_max']:.1e}")]
     return [*rows, ("wall time", f"{result['wall_s']:.0f} s")]

@@ -15,6 +15,7 @@ They die with this process, however it ends.
 import atexit
 import ctypes
 import functools
+import inspect
 import os
 import pickle
 import signal
@@ -32,6 +33,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 START_S = 120.0
+OTHERS_S = 2.0  # how long the ranks beside a failed one may still answer
 COLLECTIVE_S = 60.0
 
 
@@ -47,31 +49,37 @@ class Ranks:
         self._processes: list[subprocess.Popen] = []
         self._lines: list[Connection] = []
         self._port = 0
+        self._layout: Any = None
+        self._joined = 0
 
     def __call__(self, function: Callable[..., Any], layout: Any, *arguments: Any, deadline_s: float = 90.0) -> list[Any]:
         self._grow(layout.world)
+        if layout != self._layout:
+            self._layout, self._joined = layout, self._joined + 1
+        # not __module__: pytest imports a test file under its bare name
+        module = ".".join(Path(inspect.getfile(function)).relative_to(ROOT).with_suffix("").parts)
         lines = self._lines[: layout.world]
         for rank, line in enumerate(lines):
-            _send(line, (function.__module__, function.__qualname__, layout, rank, arguments))
+            _send(line, (module, function.__qualname__, layout, self._joined, rank, arguments))
         end = time.monotonic() + deadline_s
         results: dict[int, Any] = {}
-        try:
-            while len(results) < len(lines):
-                for rank, line in enumerate(lines):
-                    if rank not in results and line.poll(0.002):
-                        ok, value = _receive(line)
-                        if not ok:
-                            raise RankError(f"rank {rank} of {layout}:\n{value}")
-                        results[rank] = value
-                if time.monotonic() > end:
-                    silent = sorted(set(range(len(lines))) - set(results))
-                    raise RankError(f"{function.__qualname__} on {layout}: ranks {silent} did not end in {deadline_s} s")
-        except (EOFError, ConnectionError) as e:
+        failures: list[str] = []
+        while len(results) < len(lines) and time.monotonic() < end:
+            for rank, line in enumerate(lines):
+                if rank in results or not line.poll(0.002):
+                    continue
+                try:
+                    ok, results[rank] = _receive(line)
+                except (EOFError, ConnectionError) as e:
+                    ok, results[rank] = False, f"died ({e!r}, exit code {self._processes[rank].poll()})"
+                if not ok:
+                    failures.append(f"rank {rank}: {results[rank]}")
+                    end = min(end, time.monotonic() + OTHERS_S)  # they may sit in a collective with it
+        silent = sorted(set(range(len(lines))) - set(results))
+        if silent or failures:
             self.close()
-            raise RankError(f"{function.__qualname__} on {layout}: a rank died ({e!r})") from e
-        except RankError:
-            self.close()  # the others may wait for the failed rank in a collective
-            raise
+            failures.append(f"no answer from ranks {silent}" if silent else "all ranks answered")
+            raise RankError(f"{function.__qualname__} on {layout}\n" + "\n".join(failures))
         return [results[rank] for rank in range(len(lines))]
 
     def _grow(self, world: int) -> None:
@@ -105,7 +113,7 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.wait()
-        self._processes, self._lines, self._port = [], [], 0
+        self._processes, self._lines, self._port, self._layout = [], [], 0, None
 
 
 @functools.cache
@@ -145,26 +153,21 @@ def serve(address: str, port: int) -> None:
         _send(line, store.port)
         from mcore_agent.learner import groups as learner_groups  # seconds, in which the others start too
 
-        groups = None
+        groups, joined = None, -1
         while True:
             try:
-                module, name, layout, rank, arguments = _receive(line)
+                module, name, layout, number, rank, arguments = _receive(line)
             except EOFError:
                 os._exit(0)
             try:
-                if groups is None or groups.layout != layout:
+                if number != joined:
                     learner_groups.destroy()
-                    fresh = dist.PrefixStore(f"{layout}/{_count(store, layout, rank)}", store)
-                    groups = learner_groups.initialize(layout, store=fresh, rank=rank, timeout_s=COLLECTIVE_S)
+                    fresh = dist.PrefixStore(str(number), store)
+                    groups, joined = learner_groups.initialize(layout, store=fresh, rank=rank, timeout_s=COLLECTIVE_S), number
                 function = functools.reduce(getattr, name.split("."), __import__(module, fromlist=["_"]))
                 _send(line, (True, function(groups, *arguments)))
-            except BaseException:
+            except BaseException:  # noqa: BLE001  whatever a test raises is the caller's to see
                 _send(line, (False, traceback.format_exc()))
-
-
-def _count(store: Any, layout: Any, rank: int) -> int:
-    """How often this rank has joined this layout: the same number on all of its ranks, a new name each time."""
-    return store.add(f"joined/{layout}/{rank}", 1)
 
 
 if __name__ == "__main__":

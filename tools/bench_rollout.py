@@ -69,30 +69,32 @@ def cpu_seconds_of_generate(model: Any, prompts: np.ndarray, new: int) -> float:
     return time.process_time() - start
 
 
+def alternate(model: Any, engine: LocalEngine, batch: int, prompt: int, new: int, repeats: int) -> dict[str, float]:
+    """Medians over ``repeats``, each with new prompts; which goes first changes every time."""
+    random = np.random.default_rng(batch)
+    rates: dict[str, list[float]] = {"engine": [], "generate": []}
+    for repeat in range(repeats):
+        prompts = random.integers(0, SHAPE["vocab_size"], (batch, prompt))
+        for name in ("engine", "generate") if repeat % 2 == 0 else ("generate", "engine"):
+            if name == "engine":
+                seconds = cpu_seconds_of_engine(engine, prompts, new, repeat)
+            else:
+                seconds = cpu_seconds_of_generate(model, prompts, new)
+            rates[name].append(batch * new / seconds)
+    ratio = statistics.median(a / b for a, b in zip(rates["engine"], rates["generate"], strict=True))
+    return {**{name: statistics.median(values) for name, values in rates.items()}, "ratio": ratio}
+
+
 def run(repeats: int, batches: tuple[int, ...] = (8,), prompt: int = PROMPT, new: int = NEW) -> dict[str, Any]:
-    """Medians over ``repeats`` alternations of each batch size: tokens per CPU-second of both, and the ratio."""
+    """``ratio`` is the first batch size's; ``batch_<n>`` holds tokens per CPU-second of both, and their ratio."""
     model = reference_model()
     engine = asyncio.run(serve(model, max(batches)))
-    random = np.random.default_rng(0)
-    found: dict[str, Any] = {}
-    for batch in batches:
-        ours, theirs = [], []
-        for repeat in range(repeats):
-            prompts = random.integers(0, SHAPE["vocab_size"], (batch, prompt))
-            pair = (
-                lambda p=prompts, r=repeat: ours.append(batch * new / cpu_seconds_of_engine(engine, p, new, r)),
-                lambda p=prompts: theirs.append(batch * new / cpu_seconds_of_generate(model, p, new)),
-            )
-            for one in pair if repeat % 2 == 0 else reversed(pair):
-                one()
-        found[f"batch_{batch}"] = {
-            "engine": statistics.median(ours),
-            "generate": statistics.median(theirs),
-            "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
-        }
+    for warm in (1, 2):
+        alternate(model, engine, warm, 8, 2, 1)
+    found = {f"batch_{batch}": alternate(model, engine, batch, prompt, new, repeats) for batch in batches}
     asyncio.run(engine.close())
-    first = found[f"batch_{batches[0]}"]
-    return {"threads": torch.get_num_threads(), "repeats": repeats, "target": TARGET, "ratio": first["ratio"], **found}
+    ratio = found[f"batch_{batches[0]}"]["ratio"]
+    return {"threads": torch.get_num_threads(), "repeats": repeats, "target": TARGET, "ratio": ratio, **found}
 
 
 def main() -> None:

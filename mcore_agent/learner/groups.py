@@ -1,8 +1,6 @@
 """Process groups: who this rank is, and with whom it shares tensors, stages, data and experts."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -89,13 +87,6 @@ def _backend(name: str) -> str:
     if name not in ("auto", "gloo", "nccl"):
         raise LayoutError(f"learner.backend is {name!r}; use 'auto', 'gloo' or 'nccl'")
     return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-@contextmanager
-def open_groups(layout: Layout, backend: str = "auto") -> Iterator[Groups]:
-    """The groups of ``layout`` for the length of a ``with`` block; see ``initialize``."""
-    yield initialize(layout, backend=backend)
-    destroy()  # not after an exception: other ranks may sit in a collective, and leaving would wait for them
 
 
 def initialize(

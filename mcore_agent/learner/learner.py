@@ -98,7 +98,8 @@ class Learner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         done = run(self.model, micro, terms, self.temperature, gradients=True)
-        finalize_model_grads(self.model.chunks, None)
+        if self.groups.layout.world > 1:  # alone there is nothing to reduce, and it would copy all gradients
+            finalize_model_grads(self.model.chunks, None)
         return done
 
     def loss(self, micro: Sequence[MicroBatch], terms: Sequence[LossTerm]) -> float:

@@ -212,6 +212,9 @@ class Decoder:
             kv.take(part, self._long(to), self._long(rows), columns[self._long(rows)])
             parts.append(logits[self._long(rows)])
             order += to
+        for row in chunk.rows:
+            if row.client is not None:
+                row.client.past = None  # its numbers are in the batch's cache now
         chunk.kv = kv
         chunk.lengths = np.array([len(row.request.tokens) + len(row.tokens) for row in chunk.rows], dtype=np.int64)
         return torch.cat(parts)[self._long(np.argsort(order))]

@@ -20,6 +20,7 @@ import torch
 
 from mcore_agent.protocols import Completion, Request
 from mcore_agent.registry import register
+from mcore_agent.rollout.attention import install
 from mcore_agent.rollout.decode import Chunk, Client, Decoder, Row
 from mcore_agent.rollout.errors import EngineStateError, WeightUpdateError
 from mcore_agent.rollout.requests import check_request
@@ -49,7 +50,7 @@ def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.dev
     # Grouped matrix products on a CPU want sizes in multiples of 16 bytes and gain nothing at small batches.
     experts = {"experts_implementation": "eager"} if device.type == "cpu" else {}
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype, **experts)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=install(), dtype=dtype, **experts)
     model.tie_weights()
     return model.eval().requires_grad_(False).to(device)
 
@@ -150,8 +151,10 @@ class LocalEngine:
         try:
             return await waiter.future
         finally:
-            if waiter.future.cancelled():
+            if waiter.future.cancelled():  # the caller is gone: its id is free at once, its row leaves at the next step
                 self._abort_one(waiter)
+                if self._waiters.get(request.id) is waiter:
+                    del self._waiters[request.id]
 
     def _require_serving(self) -> None:
         if self._closed:
@@ -226,18 +229,20 @@ class LocalEngine:
     def _fail_wave(self, failure: BaseException | None) -> None:
         """Answers every request of the wave: with the exception, or as aborted when the driver was cancelled (None)."""
         for row in [row for chunk in self._wave for row in chunk.rows]:
-            waiter = self._waiters.get(row.request.id)
-            if failure is None or waiter is None or waiter.future.done():
-                self._answer(row, row.completion("abort"))
-            else:
-                del self._waiters[row.request.id]
-                waiter.future.set_exception(failure)
+            self._answer(row, failure or row.completion("abort"))
         self._wave.clear()
 
-    def _answer(self, row: Row, completion: Completion) -> None:
-        waiter = self._waiters.pop(row.request.id, None)
-        if waiter is not None and not waiter.future.done():
-            waiter.future.set_result(completion)
+    def _answer(self, row: Row, result: Completion | BaseException) -> None:
+        waiter = self._waiters.get(row.request.id)
+        if waiter is None or waiter.row is not row:
+            return
+        del self._waiters[row.request.id]
+        if waiter.future.done():
+            return
+        if isinstance(result, Completion):
+            waiter.future.set_result(result)
+        else:
+            waiter.future.set_exception(result)
 
     # ------------------------------------------------------------------------------------- abort, pause, sleep
 

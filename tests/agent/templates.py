@@ -51,7 +51,8 @@ HEADERS = (
 # The next role's header ends a turn: there is no end token of its own (GLM).
 ROLE_TOKENS = (
     "{% set heads = {'user': '<|user|>', 'tool': '<|observation|>', 'assistant': '<|assistant|>'} %}"
-    "{% for m in messages %}{{ heads[m['role']] + '\n' + m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ heads[m['role']] + '\n' + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 
 TEMPLATES = {

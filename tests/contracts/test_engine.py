@@ -275,20 +275,22 @@ def test_pause_and_resume_change_nothing(name: str):
 def test_paused_requests_live_through_an_update(name: str):
     """Tokens before the boundary are the old model's, those behind it the new one's, computed from all tokens anew."""
 
-    async def body() -> tuple[Request, Completion]:
+    async def body(wait: float) -> tuple[Request, Completion]:
         async with serving(name) as engine:
             (request,) = hold(requests([6]))
-            running = await begun(engine, [request], 0.06)
+            running = await begun(engine, [request], wait)
             await engine.pause()
             await publish(engine, checkpoint("qwen3", 1), 4)
             await engine.resume()
             return request, (await running)[0]
 
-    for _ in range(3):  # the pause comes by the clock: once it must have met the request at work
-        request, c = run(body())
+    wait, boundary = 0.06, 0
+    for _ in range(12):  # the pause comes by the clock: it must once have met the request at work
+        request, c = run(body(wait))
         boundary = int((c.version == 3).sum())
         if 0 < boundary < 100:
             break
+        wait = wait / 2 if boundary else wait * 2
     assert 0 < boundary < 100 and c.version.tolist() == [3] * boundary + [4] * (100 - boundary)
     old, new = (logprobs(reference("qwen3", seed), request.tokens, c.tokens) for seed in (0, 1))
     np.testing.assert_allclose(c.logp[:boundary], old[:boundary], atol=1e-5)
@@ -360,7 +362,9 @@ def test_a_cancelled_caller_leaves_no_trace(name: str):
                 tasks = [asyncio.create_task(engine.generate(r)) for r in asked]
                 await asyncio.sleep(wait)
                 tasks[0].cancel()
-                assert (await tasks[1]).finish == "length"
+                await asyncio.sleep(0)
+                again = asyncio.create_task(engine.generate(asked[0]))  # the id is free again
+                assert [(await tasks[1]).finish, (await again).finish] == ["length", "length"]
             await engine.sleep()  # refused if anything were in flight
 
     run(body())

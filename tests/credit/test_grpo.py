@@ -21,9 +21,7 @@ def test_f1_sample_deviation():
     """F1, M9: the same with 1/(G-1): variance 4 * (1/4) / 3 = 1/3, so A = (1/2) / (sqrt(1/3) + 1e-6) = .8660."""
     expected = 0.5 / (np.sqrt(1 / 3) + 1e-6)
     assert abs(expected - 0.8660) < 5e-5
-    np.testing.assert_allclose(
-        Grpo(sigma="sample", eps=1e-6)(batch_of([1, 0, 0, 1])), np.array([1, -1, -1, 1]) * expected, rtol=1e-14
-    )
+    np.testing.assert_allclose(Grpo(sigma="sample", eps=1e-6)(batch_of([1, 0, 0, 1])), np.array([1, -1, -1, 1]) * expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("mode", ["zero", "clamp", "drop"])

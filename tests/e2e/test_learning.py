@@ -51,7 +51,7 @@ def test_loss_is_the_same_under_every_layout(quickstart, layout):
 @pytest.mark.parametrize("layout", ["tp", "pp", "dp"])
 def test_reinforcement_learning_works_under_parallelism(quickstart, layout, tmp_path):
     """From the imitation's end, the rl stage alone reaches the target under the layout."""
-    words = ("model.config=null", "model.vocab=0", f"model.path={warm(quickstart)}", "stages=[{kind: rl, steps: 20, lr: 1e-3}]")
+    words = ("model.config={}", "model.vocab=0", f"model.path={warm(quickstart)}", "stages=[{kind: rl, steps: 20, lr: 1e-3}]")
     cli("train", QUICKSTART, f"run.dir={tmp_path / 'run'}", *words, *LAYOUTS[layout], timeout=600)
     learned(tmp_path / "run")
 

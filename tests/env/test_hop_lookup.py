@@ -122,6 +122,16 @@ def test_the_demonstrator_succeeds_in_fewer_than_half_of_its_attempts():
     assert abs(sum(ends) / n - expected) < 4 * math.sqrt(expected * (1 - expected) / n) + 0.01
 
 
+def test_the_demonstrator_says_only_what_it_has_seen():
+    """It answers with the last key that a call gave it: a policy can learn to do the same, but not to guess."""
+    domain = HopLookup()
+    for i in range(500):
+        task = domain.task("train", i)
+        *dialog, answer = domain.demo(task, i)
+        seen = [task.spec["chain"][0], *(m["content"] for m in dialog if m["role"] == "tool" and m["content"] != "error")]
+        assert answer["content"] == f"<answer>{seen[-1]}</answer>"
+
+
 def test_demonstrations_hold_every_kind_of_error():
     domain = HopLookup()
     dialogs = [domain.demo(domain.task("train", i), i) for i in range(500)]

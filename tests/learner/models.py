@@ -116,3 +116,13 @@ def expected(model: Any, micro: list[MicroBatch], temperature: float = 1.0) -> E
     loss.backward()
     grads = per_expert({n: p.grad.clone() for n, p in model.named_parameters()})
     return Expected(loss.item(), [column.detach().numpy() for column in logp], grads)
+
+
+def cut(micro: MicroBatch, parts: list[list[int]]) -> list[MicroBatch]:
+    """The rows of a micro-batch dealt into several, by row number."""
+    out = []
+    for rows in parts:
+        pick = np.concatenate([np.arange(micro.starts[r], micro.starts[r + 1]) for r in rows])
+        columns = {name: values[pick] for name, values in micro.columns.items()}
+        out.append(MicroBatch(micro.tokens[pick], micro.lengths[rows], micro.rows[rows], columns))
+    return out

@@ -86,6 +86,13 @@ def test_all_clients_are_open_before_the_first_request_and_close_with_their_epis
     assert engine.open == 0
 
 
+def test_batches_are_sorted_by_place():
+    """Not by name: episode 2 comes before episode 10."""
+    engine = FakeEngine(lambda request: say(request, "<answer>bl</answer>"))
+    collect(engine, HopLookup(), n=12, group_size=1)
+    assert [int(name.split("/")[2]) for name in engine.waves[0]] == list(range(12))
+
+
 def test_seeds_depend_on_run_step_task_and_sample():
     def seeds(**kwargs):
         return [e.seed for e in collect(FakeEngine(random_policy), random_domain(), **kwargs)[0]]
@@ -230,10 +237,14 @@ def test_a_fault_stops_everything_and_closes_every_environment():
 
     domain = Toy(lambda task: lambda turn, action: told("bm"))
     engine = FakeEngine(policy)
-    with pytest.raises(EngineFault):
-        collect(engine, domain)
-    assert len(domain.envs) == 12 and all(env.closed == 1 for env in domain.envs)
-    assert engine.open == 0
+
+    async def main():
+        tasks = [domain.task("train", i) for i in range(4)]
+        with pytest.raises(EngineFault):
+            await collector(engine, domain).collect(tasks, run_seed=0, step=5)
+        return [env.closed for env in domain.envs], engine.open  # now, and not when the event loop ends
+
+    assert asyncio.run(main()) == ([1] * 12, 0)
 
 
 @pytest.mark.defect("H2")

@@ -1,0 +1,130 @@
+"""How rank 0 tells the others what it has, and how they wait for it: by polling, never inside a collective.
+
+While rank 0 collects episodes, for minutes perhaps, a collective would time out or hide that rank 0 has died. So it
+posts messages on the process group's store and beats its heart there; the others look for both.
+"""
+
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_agent.learner.groups import Groups
+
+BEAT, OVER = "beat", b"over"
+BEAT_S = 1.0
+DEAD_S = 60.0
+POLL_S = (0.001, 0.1)  # first and longest pause between two looks
+
+
+class RankZeroLost(RuntimeError):
+    """Rank 0 has stopped: its heart did not beat, or the store is gone."""
+
+
+class Line:
+    """Messages from rank 0, in order. All ranks call ``share`` and ``scatter`` alike."""
+
+    def __init__(self, store: dist.Store | None, groups: Groups, dead_s: float):
+        self._store, self._groups, self._dead_s = store, groups, dead_s
+        self._sent = 0
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank (what the others pass is ignored). Raises RankZeroLost."""
+        return self._pass(value if self._groups.rank == 0 else None, None)
+
+    def scatter(self, parts: Sequence[Any] | None) -> Any:
+        """Rank 0 gives one part for each data-parallel rank; each rank gets that of its replica. Raises RankZeroLost.
+
+        Raises ValueError on rank 0 when the number of parts is not that of the data-parallel ranks.
+        """
+        if self._groups.rank == 0 and (parts is None or len(parts) != self._groups.layout.dp):
+            raise ValueError(f"scatter got {parts if parts is None else len(parts)} parts for {self._groups.layout.dp} data-parallel ranks")
+        return self._pass(None, parts)
+
+    def _pass(self, value: Any, parts: Sequence[Any] | None) -> Any:
+        store, rank, layout = self._store, self._groups.rank, self._groups.layout
+        mine = self._groups.dp_rank
+        if store is None:
+            return value if parts is None else parts[mine]
+        self._sent += 1
+        key = f"{self._sent}"
+        if rank == 0:
+            readers = layout.world - 1
+            if parts is None:
+                store.set(key, pickle.dumps((False, value, readers)))
+                return value
+            for replica, part in enumerate(parts):
+                store.set(f"{key}/{replica}", pickle.dumps(part))
+            store.set(key, pickle.dumps((True, None, readers)))
+            return parts[mine]
+        split, value, readers = self._read(key, readers=None)
+        return self._read(f"{key}/{mine}", layout.tp * layout.pp - (mine == 0)) if split else value
+
+    def _read(self, key: str, readers: int | None) -> Any:
+        """Waits for a message; its last reader deletes it. ``readers`` None: the message says how many it has."""
+        store = self._store
+        assert store is not None
+        try:
+            self._await(key)
+            message = pickle.loads(store.get(key))
+            last = message[2] if readers is None else readers
+            if store.add(f"{key}/read", 1) == last:
+                store.delete_key(key)
+                store.delete_key(f"{key}/read")
+        except (dist.DistError, ConnectionError) as e:
+            raise RankZeroLost(f"rank {self._groups.rank} cannot reach the store: rank 0 or its host is gone ({e})") from e
+        return message
+
+    def _await(self, key: str) -> None:
+        assert self._store is not None
+        pause, seen, since = POLL_S[0], b"", time.monotonic()
+        while not self._store.check([key]):
+            beat = self._store.get(BEAT)
+            if beat == OVER:
+                raise RankZeroLost(f"rank {self._groups.rank} waits for rank 0, which has left; see rank 0's log")
+            if beat != seen:
+                seen, since = beat, time.monotonic()
+            elif time.monotonic() - since > self._dead_s:
+                raise RankZeroLost(
+                    f"rank {self._groups.rank} waited for rank 0, whose heart has not beaten for {self._dead_s:g} s; "
+                    "see rank 0's log"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, POLL_S[1])
+
+
+@contextmanager
+def open_line(groups: Groups, dead_s: float = DEAD_S) -> Iterator[Line]:
+    """The line of a run. Rank 0's heart beats until the block ends. Collective."""
+    if groups.layout.world == 1:
+        yield Line(None, groups, dead_s)
+        return
+    boxed = [uuid.uuid4().hex]
+    dist.broadcast_object_list(boxed)  # a name of its own, so that no line reads the messages of an earlier one
+    store = dist.PrefixStore(boxed[0], dist.distributed_c10d._get_default_store())
+    if groups.rank != 0:
+        yield Line(store, groups, dead_s)
+        return
+    store.set(BEAT, "0")
+    over = threading.Event()
+    heart = threading.Thread(target=_beat, args=(store, over), name="heartbeat", daemon=True)
+    heart.start()
+    try:
+        yield Line(store, groups, dead_s)
+    finally:
+        over.set()
+        heart.join()
+        with suppress(dist.DistError, ConnectionError):  # the store may be gone already
+            store.set(BEAT, OVER)
+
+
+def _beat(store: dist.Store, over: threading.Event) -> None:
+    count = 0
+    while not over.wait(BEAT_S):
+        count += 1
+        store.set(BEAT, str(count))

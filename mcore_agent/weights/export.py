@@ -1,0 +1,107 @@
+"""From shards on many ranks to Hugging Face tensors on rank 0, one Megatron parameter at a time."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ckpt_convert.families import Family, Param
+
+
+class ExportError(RuntimeError):
+    """The ranks do not hold the parameters that the family says they hold."""
+
+
+class Place(Protocol):
+    """What export needs to know of the process groups (``learner.groups.Groups``)."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def layout(self) -> Any: ...
+
+    def global_rank(self, tp: int = 0, dp: int = 0, pp: int = 0) -> int: ...
+
+
+class Sharded(Protocol):
+    """A model of which each rank holds a part (``learner.model.Model``)."""
+
+    @property
+    def family(self) -> Family: ...
+
+    @property
+    def groups(self) -> Place: ...
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """This rank's shards by global name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a rank's share of a parameter lies, and what it looks like."""
+
+    rank: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def export(model: Sharded) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, whole tensor on the CPU) on rank 0, in the family's order; nothing elsewhere.
+
+    Collective: every rank must exhaust it. A yielded tensor may be a view of a live parameter, valid until the next
+    one is asked for. Raises ExportError, on every rank and before the first tensor, when a shard is nowhere.
+    """
+    own = {name: p.detach() for name, p in model.parameters().items()}
+    places = _where(model, own)
+    rank = model.groups.rank
+    for param in model.family.globals():
+        shards = [_fetch(own, param, shard, rank) for shard in places[param.name]]
+        if rank == 0:
+            yield from model.family.to_hf(param.name, shards).items()  # type: ignore[arg-type]
+
+
+def _where(model: Sharded, own: Mapping[str, Tensor]) -> dict[str, list[Shard]]:
+    """For each parameter the shards of one replica in tensor-parallel order, taken from what the ranks say they hold."""
+    mine = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
+    world = model.groups.layout.world
+    held: list[Any] = [mine]
+    if world > 1:
+        held = [None] * world
+        dist.all_gather_object(held, mine)
+    places = {}
+    for param in model.family.globals():
+        ranks = _ranks_of(param, model)
+        for rank in ranks:
+            if param.name not in held[rank]:
+                raise ExportError(f"rank {rank} should hold {param.name} but does not; the layout {model.groups.layout} was changed")
+        places[param.name] = [Shard(rank, *held[rank][param.name]) for rank in ranks]
+    return places
+
+
+def _ranks_of(param: Param, model: Sharded) -> list[int]:
+    """Global ranks of the first replica that hold the tensor-parallel shards of a parameter."""
+    layout, arch = model.groups.layout, model.family.arch
+    stage = param.layer // (arch.layers // layout.pp) if param.layer is not None else 0
+    if param.layer is None and not param.name.startswith("embedding."):
+        stage = layout.pp - 1
+    replica = param.expert // (arch.experts // layout.ep) if param.expert is not None else 0
+    return [model.groups.global_rank(tp=tp, dp=replica, pp=stage) for tp in range(layout.tp)]
+
+
+def _fetch(own: Mapping[str, Tensor], param: Param, shard: Shard, rank: int) -> Tensor | None:
+    """The shard on rank 0's CPU; on the rank that holds it, sending it; None on all others."""
+    if shard.rank == rank == 0:
+        return own[param.name].cpu()
+    if shard.rank == rank:
+        dist.send(own[param.name].contiguous(), dst=0)
+    elif rank == 0:
+        where = next(iter(own.values())).device
+        received = torch.empty(shard.shape, dtype=shard.dtype, device=where)
+        dist.recv(received, src=shard.rank)
+        return received.cpu()
+    return None

@@ -1,0 +1,73 @@
+"""The distributed optimizer on torch's AdamW needs its three repairs; a test fails once one is no longer needed."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_agent.learner import repairs
+from mcore_agent.learner.groups import Groups, Layout
+from mcore_agent.learner.learner import Learner
+from mcore_agent.loss.sft_nll import SftNll
+from tests.learner.jobs import learner_of
+from tests.learner.models import config_of, micro_of, weights_of
+from tests.ranks import ranks  # noqa: F401
+
+
+def fresh(groups: Groups) -> Learner:
+    return learner_of(groups, config_of("llama", True), weights_of("llama", True))
+
+
+def unrepaired(learner: Learner, name: str, *arguments: Any) -> Any:
+    part = learner.optimizer.chained_optimizers[0]
+    with torch.no_grad():
+        return getattr(type(part), name).__wrapped__(part, *arguments)
+
+
+def of_a_fresh_optimizer(groups: Groups) -> tuple[str, list[float]]:
+    learner = fresh(groups)
+    try:
+        unrepaired(learner, "state_dict")
+        before = "passed"
+    except AssertionError:
+        before = "AssertionError"
+    learner.optimizer.state_dict()
+    return before, [s["step"].item() for s in learner.optimizer.chained_optimizers[0].optimizer.state.values()]
+
+
+def of_a_load(groups: Groups) -> tuple[str, int, int, int]:
+    learner = fresh(groups)
+    learner.step([micro_of([7, 4], 1)], [SftNll()], 1e-3)
+    part = learner.optimizer.chained_optimizers[0]
+    parameter = next(iter(part.model_param_group_index_map))
+    tensors = {key: value for key, value in part._get_main_param_and_optimizer_states(parameter).items() if key != "step"}
+    try:
+        unrepaired(learner, "_set_main_param_and_optimizer_states", parameter, tensors)
+        before = "passed"
+    except KeyError as e:
+        before = repr(e)
+    with torch.no_grad():
+        part._set_main_param_and_optimizer_states(parameter, tensors)
+
+    def distinct() -> int:
+        return len({s["step"].data_ptr() for s in part.optimizer.state.values()})
+
+    unrepaired(learner, "load_state_dict", part.state_dict())
+    shared = distinct()
+    part.load_state_dict(part.state_dict())
+    return before, shared, distinct(), len(part.optimizer.state)
+
+
+@pytest.mark.skipif(not repairs.needed(), reason="Transformer Engine or Apex is installed")
+def test_fresh_optimizer_has_a_state(ranks):  # noqa: F811
+    [(before, steps)] = ranks(of_a_fresh_optimizer, Layout())
+    assert before == "AssertionError", "the release gives a fresh state by itself: remove the repair"
+    assert set(steps) == {0.0}
+
+
+@pytest.mark.skipif(not repairs.needed(), reason="Transformer Engine or Apex is installed")
+def test_load(ranks):  # noqa: F811
+    [(before, shared, own, parameters)] = ranks(of_a_load, Layout())
+    assert before == "KeyError('step')", "the release loads torch's AdamW by itself: remove the repair"
+    assert shared == 1, "the release gives each parameter its own step: remove the repair"
+    assert own == parameters > 1

@@ -1,0 +1,49 @@
+"""What comes out of a sharded model is what went in, bit for bit, under every layout."""
+
+import pytest
+import torch
+
+from ckpt_convert.families import family_of
+from mcore_agent.learner.groups import Groups, Layout
+from mcore_agent.weights.export import ExportError, export
+from tests.learner.jobs import learner_of
+from tests.learner.models import KINDS, config_of, weights_of
+from tests.ranks import ranks  # noqa: F401
+
+
+def exported(groups: Groups, kind: str, tied: bool, dtype: str) -> list[tuple[str, torch.Tensor]]:
+    learner = learner_of(groups, config_of(kind, tied), weights_of(kind, tied), dtype)
+    return [(name, tensor.clone()) for name, tensor in export(learner.model)]
+
+
+LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(dp=2, ep=2), Layout(tp=2, pp=2), Layout(tp=2, dp=2, ep=2)]
+
+
+@pytest.mark.defect("E16", "E17")
+@pytest.mark.parametrize(("layout", "kind"), [
+    (layout, kind) for layout in LAYOUTS for kind in KINDS if layout.ep == 1 or kind == "qwen3_moe"
+], ids=str)  # fmt: skip
+def test_bits(ranks, layout, kind):  # noqa: F811
+    for tied, dtype in ((True, "fp32"), (False, "bf16")):
+        first, *others = ranks(exported, layout, kind, tied, dtype)
+        assert [name for name, _ in first] == [n for p in family_of(config_of(kind, tied)).globals() for n in p.hf]
+        weights = weights_of(kind, tied)
+        assert {name for name, _ in first} == set(weights)
+        for name, tensor in first:
+            want = weights[name].to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+            assert torch.equal(tensor, want) and tensor.device.type == "cpu", name
+        assert not any(others)
+
+
+def without_a_parameter(groups: Groups) -> str:
+    learner = learner_of(groups, config_of("llama", True), weights_of("llama", True))
+    if groups.rank == 1:
+        del learner.model.modules[0].decoder.layers[0].mlp.linear_fc2
+    with pytest.raises(ExportError) as caught:
+        list(export(learner.model))
+    return str(caught.value)
+
+
+def test_a_missing_shard_is_found_on_all_ranks(ranks):  # noqa: F811
+    for message in ranks(without_a_parameter, Layout(tp=2)):
+        assert "rank 1 should hold decoder.layers.0.mlp.linear_fc2.weight" in message
