@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+RUN = "torch.distributed.run"
+
+
 class RanksFailed(RuntimeError):
     """The ranks ended with an error that no check foresaw."""
 
@@ -55,7 +58,7 @@ def do(job: Job) -> None:
 def _start(job: Job, scratch: Path, log: Path) -> int:
     from mcore_agent.launch import die_with_parent, end_tree
 
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.world}"]
+    words = [sys.executable, "-m", RUN, "--standalone", f"--nproc-per-node={job.world}"]
     words += ["-m", "ckpt_convert", "rank", job.to_json(), str(scratch)]
     threads = max(1, len(os.sched_getaffinity(0)) // job.world)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -71,9 +74,14 @@ def _start(job: Job, scratch: Path, log: Path) -> int:
 
 def rank(text: str, scratch: Path) -> int:
     """One rank of a job. What the user can mend goes to a file, for the process that started the ranks."""
+    import psutil
+
     from mcore_agent.launch import die_with_parent
 
     die_with_parent()
+    parent = psutil.Process().parent()
+    if parent is None or RUN not in parent.cmdline():
+        return 1  # it ended before this rank asked to end with it
     try:
         work(Job.from_json(text))
     except ConvertError as e:
@@ -113,7 +121,7 @@ def _save(learner: Any, target: Path) -> None:
     except CheckpointException as e:  # torch keeps the kind of error of its writer processes, and drops the rest
         reason = str(e).strip().splitlines()[-1]
         free = shutil.disk_usage(target).free
-        raise ConvertError(f"cannot write {target} ({reason}); {free} bytes are free there: is the disk full?") from e
+        raise ConvertError(f"the tensors cannot be written ({reason}); {free} bytes are free there: is the disk full?") from e
 
 
 @contextmanager

@@ -8,15 +8,11 @@ engine also reports log-probabilities.
 import argparse
 import asyncio
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mcore_agent.protocols import Request
 from mcore_agent.rollout.local import LocalEngine

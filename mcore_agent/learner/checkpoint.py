@@ -7,19 +7,30 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from mcore_agent.learner.model import Model
+from mcore_agent.learner.optimizer import live_parts
 
 
-def _sharded(model: Model, optimizer: ChainedOptimizer | None, loading: bool) -> dict[str, Any]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
+SHARDING = "fully_reshardable"
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "distrib_optim_sharding_type": SHARDING,
         "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def _sharded(model: Model, optimizer: ChainedOptimizer | None, loading: bool) -> dict[str, Any]:
+    """Tensors by their global names. How the optimizer is divided into parts depends on the layout, so of what is not
+    a tensor only the step count is kept, which is common to all parts; the rest follows from the configuration."""
+    metadata = _metadata()
     state: dict[str, Any] = {"model": model.modules[0].sharded_state_dict(metadata=metadata)}
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+        made = [part.sharded_state_dict(state, is_loading=loading, metadata=metadata) for part in live_parts(optimizer)]
+        state["optimizer"] = {str(i): part["param_state"] for i, part in enumerate(made)}
+        state["step"] = made[0]["optimizer"]["param_groups"][0]["step"]
     return state
 
 
@@ -35,5 +46,10 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None
     """Reads what ``save`` wrote, whatever its layout was; without ``optimizer`` only the weights. Collective."""
     state = dist_checkpointing.load(_sharded(model, optimizer, loading=True), str(folder))
     model.modules[0].load_state_dict(state["model"])
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+    if optimizer is None:
+        return
+    for i, part in enumerate(live_parts(optimizer)):
+        own = part.state_dict()
+        for group in own["optimizer"]["param_groups"]:
+            group["step"] = state["step"]
+        part.load_state_dict(own | {"param_state": state["optimizer"][str(i)], "param_state_sharding_type": SHARDING})

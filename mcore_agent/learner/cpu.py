@@ -174,6 +174,8 @@ def _patch_factories() -> None:
 
         return factory
 
+    # ``with torch.device(...)`` knows factories by identity and lists them on first use: that must be the originals.
+    importlib.import_module("torch.utils._device")._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 

@@ -42,14 +42,15 @@ def make(model: Model, spec: OptimSpec) -> ChainedOptimizer:
         use_distributed_optimizer=True,
     )
     made = get_megatron_optimizer(config, model.chunks, use_gloo_process_groups=False)
-    for part in _parts(made):
+    for part in live_parts(made):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # one pass over memory instead of ten
     return made
 
 
-def _parts(optimizer: ChainedOptimizer) -> list[MegatronOptimizer]:
+def live_parts(optimizer: ChainedOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers of a chain that hold parameters on this rank."""
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
@@ -66,7 +67,7 @@ def update(optimizer: ChainedOptimizer, spec: OptimSpec, lr: float) -> Update:
     if not math.isfinite(norm):
         return Update(False, norm)
     if spec.clip_grad > 0:
-        for part in _parts(optimizer):
+        for part in live_parts(optimizer):
             clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=spec.clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()
     return Update(True, norm)
@@ -74,6 +75,6 @@ def update(optimizer: ChainedOptimizer, spec: OptimSpec, lr: float) -> Update:
 
 def reset(optimizer: ChainedOptimizer) -> None:
     """Forgets moments and step counts, as if the optimizer had just been made for the current parameters."""
-    for part in _parts(optimizer):
+    for part in live_parts(optimizer):
         part.optimizer.state.clear()
     optimizer.reload_model_params()

@@ -1,15 +1,24 @@
-"""Repairs megatron-core 0.19.2's distributed optimizer where neither Transformer Engine nor Apex is installed.
+"""Repairs of megatron-core 0.19.2 that any device needs. ``tests/learner/test_repairs.py`` fails once one is not needed.
 
-In that case it drives ``torch.optim.AdamW``, whose step count lives with each parameter, and three places are wrong:
+**Checkpoint writer.** A save that waits for its end still starts a manager process on every rank, which imports
+``__main__`` again and outlives a killed rank; within one process a plain queue does.
+
+**Sharded optimizer state.** A buffer of several buckets (tied embeddings under pipeline parallelism have their own)
+is gathered without the padding between buckets, but cut up with it: all parameters after the first bucket get their
+neighbours' moments and master weights, silently, unless every bucket happens to be a multiple of 128.
+
+**AdamW's step**, where neither Transformer Engine nor Apex is installed. In that case the distributed optimizer
+drives ``torch.optim.AdamW``, whose step count lives with each parameter, and three places are wrong:
 ``state_dict`` asserts that a step was taken, loading raises KeyError ``'step'``, and after a load all parameters
-share one step tensor, so that every parameter's update counts for all. ``tests/learner/test_repairs.py`` fails once
-the installed release no longer needs this.
+share one step tensor, so that every parameter's update counts for all.
 """
 
 import functools
+import queue
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -21,14 +30,41 @@ def needed() -> bool:
     return not distrib_optimizer.HAVE_APEX_OR_TE
 
 
-def install() -> bool:
-    """Installs the repairs where they are needed; True when this call did it."""
-    if not needed() or hasattr(DistributedOptimizer.state_dict, "__wrapped__"):
-        return False
-    for name, repair in REPAIRS.items():
+def install() -> None:
+    """Installs the repairs that are needed, once."""
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+    for name, (repair, wanted) in REPAIRS.items():
         original = getattr(DistributedOptimizer, name)
-        setattr(DistributedOptimizer, name, functools.wraps(original)(repair(original)))
+        if wanted() and not hasattr(original, "__wrapped__"):
+            setattr(DistributedOptimizer, name, functools.wraps(original)(repair(original)))
+
+
+def _always() -> bool:
     return True
+
+
+def _padding_between_buckets(original: Any) -> Any:
+    def get_parameter_state_dp_zero(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> dict[Any, Any] | None:
+        state = original(self, *args, **kwargs)
+        for index, buffer in enumerate(self.buffers if state is not None else ()):
+            for tensors in state[index].values():
+                for key, flat in tensors.items():
+                    if torch.is_tensor(flat):
+                        tensors[key] = _spread(flat, buffer)
+        return state
+
+    return get_parameter_state_dp_zero
+
+
+def _spread(flat: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """[numel] a buffer's state with each bucket where the buffer has it, from the buckets one right after another."""
+    out = flat.new_zeros(buffer.numel)
+    start = 0
+    for bucket in buffer.buckets:
+        out[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[start : start + bucket.numel_unpadded]
+        start += bucket.numel_unpadded
+    return out
 
 
 def _state_of_fresh_optimizer(original: Any) -> Any:
@@ -71,7 +107,8 @@ def _own_step_after_load(original: Any) -> Any:
 
 
 REPAIRS = {
-    "state_dict": _state_of_fresh_optimizer,
-    "_set_main_param_and_optimizer_states": _load_without_step_tensor,
-    "load_state_dict": _own_step_after_load,
+    "get_parameter_state_dp_zero": (_padding_between_buckets, _always),
+    "state_dict": (_state_of_fresh_optimizer, needed),
+    "_set_main_param_and_optimizer_states": (_load_without_step_tensor, needed),
+    "load_state_dict": (_own_step_after_load, needed),
 }

@@ -19,6 +19,7 @@ from mcore_agent.learner.groups import Groups
 BEAT, OVER = "beat", b"over"
 BEAT_S = 1.0
 DEAD_S = 60.0
+PIECE = 4 << 20  # bytes; the store takes less than 8 MiB at a time
 POLL_S = (0.001, 0.1)  # first and longest pause between two looks
 
 
@@ -47,38 +48,44 @@ class Line:
         return self._pass(None, parts)
 
     def _pass(self, value: Any, parts: Sequence[Any] | None) -> Any:
-        store, rank, layout = self._store, self._groups.rank, self._groups.layout
-        mine = self._groups.dp_rank
-        if store is None:
+        """A message is one value for all, or one for each replica: those carry the replica's number in their key."""
+        layout, mine = self._groups.layout, self._groups.dp_rank
+        if self._store is None:
             return value if parts is None else parts[mine]
         self._sent += 1
-        key = f"{self._sent}"
-        if rank == 0:
-            readers = layout.world - 1
-            if parts is None:
-                store.set(key, pickle.dumps((False, value, readers)))
-                return value
-            for replica, part in enumerate(parts):
-                store.set(f"{key}/{replica}", pickle.dumps(part))
-            store.set(key, pickle.dumps((True, None, readers)))
-            return parts[mine]
-        split, value, readers = self._read(key, readers=None)
-        return self._read(f"{key}/{mine}", layout.tp * layout.pp - (mine == 0)) if split else value
+        if self._groups.rank == 0:
+            replica = layout.tp * layout.pp
+            for number, part in enumerate(parts or ()):
+                self._write(f"{self._sent}/{number}", part, replica - (number == 0))
+            self._write(f"{self._sent}", (parts is not None, value), layout.world - 1)
+            return value if parts is None else parts[mine]
+        split, value = self._read(f"{self._sent}")
+        return self._read(f"{self._sent}/{mine}") if split else value
 
-    def _read(self, key: str, readers: int | None) -> Any:
-        """Waits for a message; its last reader deletes it. ``readers`` None: the message says how many it has."""
+    def _write(self, key: str, value: Any, readers: int) -> None:
+        if self._store is None or readers == 0:
+            return
+        data = pickle.dumps(value)
+        pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
+        for number, piece in enumerate(pieces):
+            self._store.set(f"{key}:{number}", piece)
+        self._store.set(key, pickle.dumps((len(pieces), readers)))
+
+    def _read(self, key: str) -> Any:
+        """Waits for a message; its last reader deletes it."""
         store = self._store
         assert store is not None
         try:
             self._await(key)
-            message = pickle.loads(store.get(key))
-            last = message[2] if readers is None else readers
-            if store.add(f"{key}/read", 1) == last:
-                store.delete_key(key)
-                store.delete_key(f"{key}/read")
+            count, readers = pickle.loads(store.get(key))
+            keys = [f"{key}:{number}" for number in range(count)]
+            value = pickle.loads(b"".join(store.get(k) for k in keys))
+            if store.add(f"{key}:read", 1) == readers:
+                for k in (*keys, f"{key}:read", key):
+                    store.delete_key(k)
         except (dist.DistError, ConnectionError) as e:
             raise RankZeroLost(f"rank {self._groups.rank} cannot reach the store: rank 0 or its host is gone ({e})") from e
-        return message
+        return value
 
     def _await(self, key: str) -> None:
         assert self._store is not None

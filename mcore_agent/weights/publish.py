@@ -38,8 +38,8 @@ async def publish(
     sent: dict[str, str] = {}
     stream = iter(tensors)
     size = 0
-    await engine.begin_update()
     try:
+        await engine.begin_update()
         for bucket in _buckets(stream, bucket_bytes):
             for name, tensor in bucket:
                 if name in sent:

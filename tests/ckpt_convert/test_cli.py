@@ -47,10 +47,6 @@ def make_hf(folder: Path, name: str) -> Path:
     return folder
 
 
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "ckpt_convert", *map(str, words)]
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """H, M and H2 of every case, and what the commands printed.
@@ -67,10 +63,18 @@ def made(tmp_path_factory) -> Path:
             ("mcore2hf", "--mcore", mcore, "--out", back, *to_hf),
         ):
             script.append(f"    print({name!r}, {words[0]!r}, 'exit', main({[str(w) for w in words]!r}), flush=True)")
+    full = ["hf2mcore", "--hf", str(root / "qwen3-H"), "--out", str(root / "full" / "M")]
+    script += [  # a limit on the size of a file stands in for the end of the disk
+        "    import resource, signal",
+        "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))",
+        f"    print('full disk exit', main({full!r}))",
+    ]
     (root / "commands.py").write_text("\n".join(script))
     out = subprocess.run([sys.executable, root / "commands.py"], capture_output=True, text=True, timeout=400)
     assert out.returncode == 0, out.stderr
     (root / "said").write_text(out.stdout)
+    (root / "complained").write_text(out.stderr)
     return root
 
 
@@ -135,6 +139,7 @@ def test_verify_notices_one_wrong_matrix(made):
 
 
 def failing(capsys, *words: object) -> str:
+    capsys.readouterr()
     assert main([str(w) for w in words]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
@@ -192,13 +197,20 @@ def test_results_that_exist_and_models_that_differ(made, capsys):
     assert "describe different models" in failing(capsys, "verify", "--hf", made / "llama-H", "--mcore", made / "qwen3-M")
 
 
+def test_full_disk_is_one_line_and_leaves_nothing(made):
+    assert (made / "said").read_text().splitlines()[-1] == "full disk exit 2"
+    line = (made / "complained").read_text().splitlines()[-1]
+    assert line.startswith("error: the tensors cannot be written (") and line.endswith("is the disk full?")
+    assert os.listdir(made / "full") == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
 def test_a_stopped_conversion_leaves_no_checkpoint_and_no_ranks(tmp_path, number):
     hf, out = make_hf(tmp_path / "H", "qwen3"), tmp_path / "M"
-    words = command("hf2mcore", "--hf", hf, "--out", out, "--tp", 2, "--pp", 2)
+    words = [sys.executable, "-m", "ckpt_convert", "hf2mcore", "--hf", str(hf), "--out", str(out), "--tp", "2"]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     tree: list[psutil.Process] = []
-    while len(tree) < 5:  # torchrun and its four ranks
+    while len(tree) < 3:  # torchrun and its two ranks
         assert process.poll() is None
         tree = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.02)

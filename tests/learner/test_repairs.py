@@ -1,11 +1,13 @@
 """The distributed optimizer on torch's AdamW needs its three repairs; a test fails once one is no longer needed."""
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from mcore_agent.learner import repairs
+from mcore_agent.learner import repairs  # before megatron
+from mcore_agent.learner.repairs import filesystem_async
 from mcore_agent.learner.groups import Groups, Layout
 from mcore_agent.learner.learner import Learner
 from mcore_agent.loss.sft_nll import SftNll
@@ -71,3 +73,32 @@ def test_load(ranks):  # noqa: F811
     assert before == "KeyError('step')", "the release loads torch's AdamW by itself: remove the repair"
     assert shared == 1, "the release gives each parameter its own step: remove the repair"
     assert own == parameters > 1
+
+
+def cut_with_padding(groups: Groups) -> tuple[bool, bool]:
+    """Whether a parameter's range leaves the state that was gathered, without and with the repair."""
+    learner = fresh(groups)
+    learner.step([micro_of([7, 4], 1)], [SftNll()], 1e-3)
+    part = learner.optimizer.chained_optimizers[0]
+    [buffer] = part.buffers
+    end = max(end for _, end, _ in buffer.param_index_map.values())
+
+    def size(state: Any) -> int:
+        return next(iter(state[0].values()))["param"].numel()
+
+    whole = {"use_gloo_comm": False, "return_on_all_ranks": True}
+    before = part.__class__.get_parameter_state_dp_zero.__wrapped__(part, **whole)
+    return size(before) < end, size(part.get_parameter_state_dp_zero(**whole)) < end
+
+
+@pytest.mark.defect("E18")
+def test_buckets_with_padding(ranks):  # noqa: F811
+    """Tied embeddings under pipeline parallelism: the second stage holds the output layer in a bucket of its own."""
+    _, (before, after) = ranks(cut_with_padding, Layout(pp=2))
+    assert before, "the release pads what it gathers: remove the repair"
+    assert not after
+
+
+def test_a_save_would_start_a_process():
+    source = inspect.getsource(filesystem_async.get_write_results_queue)
+    assert "if _results_queue is None" in source and "Manager().Queue()" in source, "remove the repair of the checkpoint writer"

@@ -13,8 +13,11 @@ from tests.learner.models import KINDS, config_of, weights_of
 NAME = "model.layers.1.mlp.down_proj.weight"
 
 
-def engine_of(kind: str):
-    return create("engine", {"name": "local"}, hf_config=config_of(kind, True))
+async def engine_of(kind: str, awake: bool = True):
+    engine = create("engine", {"name": "local"}, hf_config=config_of(kind, True))
+    if awake:
+        await engine.wake()
+    return engine
 
 
 class Counting:
@@ -36,7 +39,7 @@ class Counting:
 @pytest.mark.parametrize("kind", KINDS)
 def test_publish(kind):
     async def main() -> None:
-        engine = engine_of(kind)
+        engine = await engine_of(kind)
         weights = weights_of(kind, True)
         report = await publish(engine, weights.items(), 4, bucket_bytes=5000)
         assert (report.version, report.tensors) == (4, len(weights)) and engine.version == 4
@@ -53,7 +56,7 @@ def test_publish(kind):
 ], ids=str)  # fmt: skip
 def test_wrong_names(stream, message):
     async def main() -> None:
-        engine = engine_of("llama")
+        engine = await engine_of("llama")
         tensors = Counting(weights_of("llama", True), **stream)
         with pytest.raises(PublishError, match=message):
             await publish(engine, tensors, 1, bucket_bytes=5000)
@@ -87,9 +90,21 @@ class Careless:
 ], ids=str)  # fmt: skip
 def test_careless_engine(fault, message):
     async def main() -> None:
-        engine = Careless(engine_of("llama"), **fault)
+        engine = Careless(await engine_of("llama"), **fault)
         with pytest.raises(PublishError, match=message):
             await publish(engine, weights_of("llama", True).items(), 1)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_engine_asleep():
+    async def main() -> None:
+        engine = await engine_of("llama", awake=False)
+        tensors = Counting(weights_of("llama", True))
+        with pytest.raises(PublishError, match="sleep"):
+            await publish(engine, tensors, 1)
+        assert tensors.exhausted
         await engine.close()
 
     asyncio.run(main())
