@@ -12,7 +12,6 @@ import argparse
 import errno
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-RUN = "torch.distributed.run"
 
 
 class RanksFailed(RuntimeError):
@@ -56,32 +54,18 @@ def do(job: Job) -> None:
 
 
 def _start(job: Job, scratch: Path, log: Path) -> int:
-    from mcore_agent.launch import die_with_parent, end_tree
+    from mcore_agent.launch import run_ranks
 
-    words = [sys.executable, "-m", RUN, "--standalone", f"--nproc-per-node={job.world}"]
-    words += ["-m", "ckpt_convert", "rank", job.to_json(), str(scratch)]
     threads = max(1, len(os.sched_getaffinity(0)) // job.world)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     with log.open("wb") as stream:
-        process = subprocess.Popen(
-            words, env=environment, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=die_with_parent
-        )
-        try:
-            return process.wait()
-        finally:
-            end_tree(process.pid)
+        return run_ranks(job.world, ["-m", "ckpt_convert", "rank", job.to_json(), str(scratch)], threads, stream)
 
 
 def rank(text: str, scratch: Path) -> int:
     """One rank of a job. What the user can mend goes to a file, for the process that started the ranks."""
-    import psutil
+    from mcore_agent.launch import end_with_launcher
 
-    from mcore_agent.launch import die_with_parent
-
-    die_with_parent()
-    parent = psutil.Process().parent()
-    if parent is None or RUN not in parent.cmdline():
-        return 1  # it ended before this rank asked to end with it
+    end_with_launcher()
     try:
         work(Job.from_json(text))
     except ConvertError as e:

@@ -4,13 +4,14 @@ Exit codes: 0 done, 1 failed, 2 the configuration or the input cannot run (nothi
 """
 
 import argparse
+import errno
 import os
 import sys
 import time
 from pathlib import Path
 
 from mcore_agent.config import Config, ConfigError, differences, load_config, read_config, save_config
-from mcore_agent.state import StateError, is_complete
+from mcore_agent.state import is_complete
 
 RUN_MARK = "config.yaml"
 
@@ -38,14 +39,26 @@ def main(argv: list[str] | None = None) -> int:
         launch.check_port()
         launch.interruptible()
         if launch.launched():
-            launch.die_with_parent()
+            launch.end_with_launcher()
         return _run(arguments, config, started)
-    except (ConfigError, StateError) as e:
-        print(f"mcore-agent: {e}", file=sys.stderr)
-        return 2
+    except (ValueError, RuntimeError, OSError) as e:
+        code = _spoken(e)
+        if code is None:
+            raise
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        print(f"mcore-agent{rank}: {e}", file=sys.stderr)
+        return code
     except KeyboardInterrupt:
         print("mcore-agent: interrupted; the last checkpoint stays, the same command resumes", file=sys.stderr)
         return 130
+
+
+def _spoken(e: Exception) -> int | None:
+    """Exit code of an error whose message says all that a user needs: the project's own, and a disk that is full."""
+    if isinstance(e, OSError):
+        return 1 if e.errno in (errno.ENOSPC, errno.EDQUOT) else None
+    own = type(e).__module__.partition(".")[0] in ("mcore_agent", "ckpt_convert")
+    return (2 if isinstance(e, ValueError) else 1) if own else None
 
 
 def _parser() -> argparse.ArgumentParser:

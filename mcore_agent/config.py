@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc_errors
@@ -197,7 +197,7 @@ def _set_word(base: DictConfig, word: str) -> DictConfig:
     # The schema is frozen, so a plain copy is changed and held to the schema again.
     plain = OmegaConf.create(OmegaConf.to_container(base))
     with _refusals(name, text):
-        OmegaConf.update(plain, name, OmegaConf.from_dotlist([f"value={text}"])["value"], merge=False)
+        OmegaConf.update(cast(DictConfig, plain), name, OmegaConf.from_dotlist([f"value={text}"])["value"], merge=False)
         return OmegaConf.merge(OmegaConf.structured(Config), plain)  # type: ignore[return-value]
 
 
@@ -219,7 +219,7 @@ def _first_line(e: BaseException) -> str:
 
 
 def _all_keys(cls: type, prefix: str = "") -> dict[str, dataclasses.Field]:
-    out = {}
+    out: dict[str, dataclasses.Field] = {}
     for f in dataclasses.fields(cls):
         if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
             out |= _all_keys(f.type, f"{prefix}{f.name}.")

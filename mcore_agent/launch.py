@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import IO
 
 import psutil
 
 from mcore_agent.config import Config, ConfigError, cores
 
+LAUNCHER = "MCORE_AGENT_LAUNCHER"  # process id of the command that started the ranks, in their environment
 GRACE_S = 3.0  # between asking processes to end and killing them
 
 
@@ -78,16 +80,36 @@ def torchrun(ranks: int, words: Sequence[str], config: Config) -> int:
 
     Ctrl-C and SIGTERM reach the ranks, and what is left after GRACE_S seconds is killed.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads_per_rank(config)), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "mcore_agent.cli", *words]
-    process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=die_with_parent)
+    interruptible()
+    try:
+        return run_ranks(ranks, ["-m", "mcore_agent.cli", *words], threads_per_rank(config))
+    except KeyboardInterrupt:
+        print("mcore-agent: interrupted; the ranks were stopped, the last checkpoint stays, the same command resumes", file=sys.stderr)
+        return 130
+
+
+def run_ranks(ranks: int, words: Sequence[str], threads: int, stream: IO[bytes] | None = None) -> int:
+    """``python words…`` on ``ranks`` local ranks under torchrun; the exit code. No rank outlives this call or this process.
+
+    A rank must call ``end_with_launcher`` first of all. ``stream`` takes what the ranks print.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", LAUNCHER: str(os.getpid())}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
+    process = subprocess.Popen(
+        command, env=environment, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=die_with_parent
+    )
     try:
         return process.wait()
-    except KeyboardInterrupt:
-        print("Stopping the ranks; the last checkpoint stays.", file=sys.stderr)
-        return 130
     finally:
         end_tree(process.pid)
+
+
+def end_with_launcher() -> None:
+    """Ties this rank's life to its parent's, and ends it at once when the launcher is gone already."""
+    die_with_parent()
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is not None and not psutil.pid_exists(int(launcher)):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_tree(pid: int) -> None:

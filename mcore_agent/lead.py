@@ -49,6 +49,7 @@ class Lead:
         parser = create("parser", {"name": c.rollout.parser}, tools=tuple(self.domain.tools))
         limits = Limits(c.rollout.max_turns, c.rollout.max_new, c.rollout.max_tokens)
         agent = Agent(self.renderer, parser, limits)
+        assert policy.engine
         self.collector = Collector(policy.engine, self.domain, agent, c.rollout.group_size, c.rollout.retries)
         self.sampling = Sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k)
         self.paces: list[float] = []  # seconds of the last steps
@@ -163,7 +164,8 @@ class Lead:
 
     def with_reference(self, batch: Batch, plan: Plan, logp: list[list[np.ndarray]]) -> Batch:
         """The batch with the column ``logp_ref`` from the reference policy's pass over ``plan``."""
-        return batch.with_columns(logp_ref=to_column(batch, gather(plan, logp)))
+        rows = gather(plan, logp) if not plan.empty else []
+        return batch.with_columns(logp_ref=to_column(batch, rows))
 
     # ------------------------------------------------------------------------------------------- measurement
 

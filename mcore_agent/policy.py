@@ -147,8 +147,9 @@ class Policy:
 
     def reference_logp(self, plan: Plan | None) -> list[list[np.ndarray]] | None:
         """Rank 0 gives a plan and gets the reference policy's log-probabilities ``[dp rank][slot]``, each [T]."""
-        (_, micro), *_ = self.deal([("reference", plan)] if plan is not None else None)
-        logp = self.learner.logprobs(micro, reference=True)
+        dealt = ([("reference", plan)] if plan is not None and not plan.empty else []) if self.rank == 0 else None
+        parts = self.deal(dealt)
+        logp = self.learner.logprobs(parts[0][1], reference=True) if parts else []
         found: list[Any] = [None] * self.groups.layout.world
         if self.groups.layout.world > 1:
             dist.all_gather_object(found, (self.groups.dp_rank, logp))

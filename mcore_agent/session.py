@@ -150,7 +150,9 @@ class Session:
     def _with_reference(self, batch: Batch | None) -> Batch | None:
         plan = self.lead.whole_plan(batch) if self.lead and batch is not None else None
         logp = self.policy.reference_logp(plan)
-        return self.lead.with_reference(batch, plan, logp) if self.lead and batch is not None else None
+        if not self.lead or batch is None or plan is None or logp is None:
+            return None
+        return self.lead.with_reference(batch, plan, logp)
 
     def update(self, stage: StageConfig, step: int, parts: Parts) -> None:
         """One optimizer step per part; a part without signal leaves the weights alone."""

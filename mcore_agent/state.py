@@ -121,4 +121,5 @@ class Checkpoints:
         pointer = self.root / "latest"
         if pointer.is_file() and is_complete(self.root / pointer.read_text().strip()):
             return self.root / pointer.read_text().strip()
-        return (self.complete() or [None])[-1]
+        whole = self.complete()
+        return whole[-1] if whole else None

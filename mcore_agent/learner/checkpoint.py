@@ -9,7 +9,6 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from mcore_agent.learner.model import Model
 from mcore_agent.learner.optimizer import live_parts
 
-
 SHARDING = "fully_reshardable"
 
 

@@ -44,9 +44,7 @@ class Learner:
     Raises ConvertError or LayoutError for a model that cannot be, or cannot be split so.
     """
 
-    def __init__(
-        self, hf_config: Mapping[str, Any], groups: Groups, dtype: str, optim: OptimSpec, temperature: float = 1.0
-    ):
+    def __init__(self, hf_config: Mapping[str, Any], groups: Groups, dtype: str, optim: OptimSpec, temperature: float = 1.0):
         self.spec = optim
         self.temperature = temperature
         self.groups = groups

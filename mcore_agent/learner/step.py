@@ -71,9 +71,7 @@ def prepare(micro: MicroBatch, model: Model, temperature: float, entropy: bool) 
     )
 
 
-def run(
-    model: Model, micro: Sequence[MicroBatch], terms: Sequence[LossTerm], temperature: float, *, gradients: bool
-) -> Pass:
+def run(model: Model, micro: Sequence[MicroBatch], terms: Sequence[LossTerm], temperature: float, *, gradients: bool) -> Pass:
     """Forward over every micro-batch and, with ``gradients``, backward; without terms only the log-probabilities.
 
     Every rank must call it with the same number of micro-batches. Raises LearnerError on all ranks otherwise.

@@ -98,8 +98,7 @@ class Line:
                 seen, since = beat, time.monotonic()
             elif time.monotonic() - since > self._dead_s:
                 raise RankZeroLost(
-                    f"rank {self._groups.rank} waited for rank 0, whose heart has not beaten for {self._dead_s:g} s; "
-                    "see rank 0's log"
+                    f"rank {self._groups.rank} waited for rank 0, whose heart has not beaten for {self._dead_s:g} s; see rank 0's log"
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, POLL_S[1])

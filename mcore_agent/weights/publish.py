@@ -26,9 +26,7 @@ class PublishReport:
     verify_s: float
 
 
-async def publish(
-    engine: Engine, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int = BUCKET_BYTES
-) -> PublishReport:
+async def publish(engine: Engine, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int = BUCKET_BYTES) -> PublishReport:
     """Sends all tensors in buckets of at most ``bucket_bytes`` (or one tensor), then compares checksums name by name.
 
     ``tensors`` is exhausted in any case, because other ranks take part in making it, and an update that was begun

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mcore_agent.learner import repairs  # before megatron
-from mcore_agent.learner.repairs import filesystem_async
 from mcore_agent.learner.groups import Groups, Layout
 from mcore_agent.learner.learner import Learner
+from mcore_agent.learner.repairs import filesystem_async
 from mcore_agent.loss.sft_nll import SftNll
 from tests.learner.jobs import learner_of
 from tests.learner.models import config_of, micro_of, weights_of

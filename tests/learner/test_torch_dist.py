@@ -13,7 +13,7 @@ from mcore_agent.learner.learner import Learner
 from mcore_agent.loss.sft_nll import SftNll
 from tests.learner.jobs import learner_of, relative
 from tests.learner.models import config_of, cut, micro_of, weights_of
-from tests.ranks import ranks  # noqa: F811, F401
+from tests.ranks import ranks  # noqa: F401
 
 RATES = (1e-2, 5e-3, 3e-3, 2e-3)
 WHOLE = micro_of([7, 9, 3, 20, 5, 2], 1)
