@@ -59,7 +59,7 @@ def test_a_reference_policy_survives_a_resume(tmp_path):
     killed_at(8, tmp_path / "killed", loss)
     cli("train", QUICKSTART, *TINY, f"run.dir={tmp_path / 'killed'}", loss)
     assert facts(tmp_path / "killed") == facts(tmp_path / "whole")
-    kl = [m["loss/kl_ref"] for m in metrics(tmp_path / "whole") if m["stage"] == "rl"]
+    kl = [m["loss/k3"] for m in metrics(tmp_path / "whole") if m["stage"] == "rl"]
     assert kl[0] == pytest.approx(0, abs=1e-5) and kl[-1] > 1e-6
 
 
