@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -168,17 +169,21 @@ class Policy:
         """An optimizer step for each training part. ``compare``: measures engine against learner on sampled tokens."""
         gap = -1.0
         stats: list[StepStats] = []
-        probed = False
+        probed, passes_s = False, 0.0
         for kind, micro in parts:
             if kind == "probe":
+                clock = time.monotonic()
                 gap, probed = _largest_gap(micro, self.learner.logprobs(micro)), True
+                passes_s += time.monotonic() - clock
                 continue
             self._train_mode()
             done = self.slicer.fire("update") or self.learner.step(micro, terms, lr)
             if compare and not probed and not stats:
                 gap = _largest_gap(micro, done.logp)
             stats.append(done)
+            passes_s += done.passes_s
             self.version += int(done.applied)
+        numbers["time/passes_s"] = passes_s
         numbers["lr"], numbers["version"] = lr, self.version
         numbers["optimizer_steps"] = sum(s.applied for s in stats)
         numbers["skipped_not_finite"] = sum(not s.applied for s in stats)

@@ -71,6 +71,7 @@ class Session:
             self.store.add("source", self.lead.source)
             self.store.add("demos", self.lead.demos)
         self.numbers: dict[str, Any] = {}
+        self.clocks = (0.0, 0.0)  # wall and CPU seconds when the step began
         self.earlier_s = 0.0
         self._restore(folder)
 
@@ -103,6 +104,7 @@ class Session:
             while not p.over:
                 self.numbers = {}
                 clock = time.monotonic()
+                self.clocks = clock, time.process_time()
                 p.step, p.done = p.step + 1, p.done + 1
                 p.over = p.done >= self.config.steps(stage)
                 yield stage, p.step
@@ -178,6 +180,9 @@ class Session:
         self.progress.over = self.policy.share(self.progress.over if self.lead else None)
 
     def log(self, stage: StageConfig, step: int) -> None:
+        wall, cpu = time.monotonic() - self.clocks[0], time.process_time() - self.clocks[1]
+        self.numbers["time/step_s"] = wall - self.numbers.get("time/evaluate_s", 0.0)
+        self.numbers["time/step_cpu_s"] = cpu  # of this process, evaluation included
         if self.lead:
             self.progress.rewards += [self.numbers["reward/mean"]] if "reward/mean" in self.numbers else []
             self.lead.log(stage.kind, self.progress.done, self.config.steps(stage), step, self.numbers)

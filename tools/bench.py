@@ -40,7 +40,6 @@ def step(folder: Path) -> None:
     parts = {
         "generate and environment": "rollout/wall_s",
         "forward and backward": "time/passes_s",
-        "optimizer": "time/optimizer_s",
         "publish": "time/publish_s",
     }
     whole = float(np.mean([r["time/step_s"] for r in records]))
@@ -52,7 +51,7 @@ def step(folder: Path) -> None:
     print(f"{'everything else':<26}{rest:8.3f} s  {rest / whole:6.1%}")
     print(f"{'step':<26}{whole:8.3f} s  of {len(records)} steps")
     working = float(np.mean([r["rollout/wall_s"] + r.get("time/passes_s", 0.0) for r in records]))
-    cpu = [r["time/step_cpu_s"] for r in records]
+    cpu = [r["time/step_cpu_s"] for r in records if "time/evaluate_s" not in r]
     print(f"outside generate, environment and forward/backward: {1 - working / whole:.1%} of a step")
     print(f"CPU-seconds per step on rank 0: {float(np.mean(cpu)):.2f}")
 

@@ -1,6 +1,7 @@
 """The learner: one model, its optimizer, and the few things a training loop does with them."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class StepStats:
     metrics: dict[str, float]
     logp: list[np.ndarray]  # of this data-parallel rank: per micro-batch [T] float32
     applied: bool  # False: loss or gradient norm was not finite, and the update was skipped
+    passes_s: float  # seconds of forward, backward and gradient reduction
 
 
 class Learner:
@@ -84,11 +86,13 @@ class Learner:
 
     def step(self, micro: Sequence[MicroBatch], terms: Sequence[LossTerm], lr: float) -> StepStats:
         """One optimizer step at ``lr`` on the sum over all micro-batches of all ranks. Raises LearnerError."""
+        clock = time.monotonic()
         done = self.gradients(micro, terms)
+        passes_s = time.monotonic() - clock
         update = optimizer.Update(False, math.nan)
         if math.isfinite(done.loss):
             update = optimizer.update(self.optimizer, self.spec, lr)
-        return StepStats(done.loss, update.grad_norm, lr, done.metrics, done.logp, update.applied)
+        return StepStats(done.loss, update.grad_norm, lr, done.metrics, done.logp, update.applied, passes_s)
 
     def gradients(self, micro: Sequence[MicroBatch], terms: Sequence[LossTerm]) -> Pass:
         """Fresh gradients in every parameter's ``main_grad``, reduced over ranks, without an update."""

@@ -20,6 +20,7 @@ def start(*words: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "mcore_agent.cli", *map(str, words)],
         cwd=ROOT, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test runner in the background ignores it
     )  # fmt: skip
 
 
