@@ -15,10 +15,10 @@ quickstart: $(STAMP)
 	$(VENV)/bin/mcore-agent train recipes/quickstart.yaml $(ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
 
 bench: $(STAMP)
-	$(PY) tools/bench.py all $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) tools/bench.py $(or $(ARGS),all)
 
 smollm2: $(STAMP)
 	$(PY) tools/smollm2.py runs/SmolLM2-135M-Instruct

@@ -105,6 +105,12 @@ class Policy:
             for event in ("drain", "sleep_engine", "wake_learner"):
                 self.slicer.fire(event)
 
+    def handovers(self) -> dict[str, float]:
+        """Residual memory (MB) after each transition since the last call, by the state that it led to."""
+        found = {f"memory/{h.after}/{kind}_mb": size / 2**20 for h in self.slicer.log for kind, size in h.memory.items()}
+        self.slicer.log.clear()
+        return found
+
     # ------------------------------------------------------------------------------------------- the learner
 
     def start(self) -> None:

@@ -183,6 +183,7 @@ class Session:
         wall, cpu = time.monotonic() - self.clocks[0], time.process_time() - self.clocks[1]
         self.numbers["time/step_s"] = wall - self.numbers.get("time/evaluate_s", 0.0)
         self.numbers["time/step_cpu_s"] = cpu  # of this process, evaluation included
+        self.numbers |= self.policy.handovers()
         if self.lead:
             self.progress.rewards += [self.numbers["reward/mean"]] if "reward/mean" in self.numbers else []
             self.lead.log(stage.kind, self.progress.done, self.config.steps(stage), step, self.numbers)

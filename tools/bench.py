@@ -2,13 +2,16 @@
 
     python tools/bench.py learner     tokens per CPU-second of the learner, against transformers
     python tools/bench.py rollout     the same of the local engine, against transformers' generate
-    python tools/bench.py step RUN    where the time of a run's steps went (RUN: a run folder)
-    python tools/bench.py all         learner and rollout
+    python tools/bench.py quickstart  trains the quickstart and says where the time of its steps went
+    python tools/bench.py step RUN    the same of a run folder
+    python tools/bench.py all         learner, rollout and quickstart
 """
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +59,17 @@ def step(folder: Path) -> None:
     print(f"CPU-seconds per step on rank 0: {float(np.mean(cpu)):.2f}")
 
 
+def quickstart() -> None:
+    root = Path(__file__).parent.parent
+    with tempfile.TemporaryDirectory() as scratch:
+        words = ["train", "recipes/quickstart.yaml", f"run.dir={scratch}/run"]
+        subprocess.run([sys.executable, "-m", "mcore_agent.cli", *words], cwd=root, check=True)
+        step(Path(scratch) / "run")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("learner", "rollout", "step", "all"))
+    parser.add_argument("what", choices=("learner", "rollout", "quickstart", "step", "all"))
     parser.add_argument("run", nargs="?", type=Path, help="step: a run folder")
     parser.add_argument("--repeats", type=int, default=7, help="alternations (default 7)")
     arguments = parser.parse_args()
@@ -70,6 +81,8 @@ def main() -> None:
         learner(arguments.repeats)
     if arguments.what in ("rollout", "all"):
         rollout(arguments.repeats)
+    if arguments.what in ("quickstart", "all"):
+        quickstart()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,26 @@
+"""Long tests: a sample of them runs each time, chosen by the commit, so that all get their turn.
+
+MCORE_AGENT_SLOW=all runs every one, MCORE_AGENT_SLOW=none runs none, a number runs that many.
+"""
+
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SAMPLE = 1
+
+
+def pytest_collection_modifyitems(config, items):
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    wanted = os.environ.get("MCORE_AGENT_SLOW", str(SAMPLE))
+    if wanted == "all" or "slow" in (config.option.markexpr or ""):
+        return
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    count = 0 if wanted == "none" else min(int(wanted), len(slow))
+    chosen = random.Random(head.stdout.strip()).sample(slow, count)
+    for item in slow:
+        if item not in chosen:
+            item.add_marker(pytest.mark.skip(reason="long; not in this commit's sample (MCORE_AGENT_SLOW=all runs it)"))
