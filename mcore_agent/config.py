@@ -298,6 +298,7 @@ def read_config(path: Path) -> Config:
     return config_from_dict(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def threads_per_rank(config: Config) -> int:
+    """``run.threads``, or the CPU cores that this process may use divided by the ranks of this host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return config.run.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", config.world)))

@@ -13,7 +13,7 @@ from typing import IO
 
 import psutil
 
-from mcore_agent.config import Config, ConfigError, cores
+from mcore_agent.config import Config, ConfigError, threads_per_rank
 
 LAUNCHER = "MCORE_AGENT_LAUNCHER"  # process id of the command that started the ranks, in their environment
 GRACE_S = 3.0  # between asking processes to end and killing them
@@ -39,11 +39,6 @@ def adopt_environment(config: Config) -> None:
                           f"needs {config.world} ranks, but the launcher started {world}", "Make both agree")  # fmt: skip
     os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(config))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def threads_per_rank(config: Config) -> int:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", config.world))
-    return config.run.threads or max(1, cores() // local)
 
 
 def die_with_parent() -> None:

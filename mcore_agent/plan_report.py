@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from ckpt_convert.families import family_of
-from mcore_agent.config import Config, cores
+from mcore_agent.config import Config, threads_per_rank
 from mcore_agent.config_rules import hf_config_of
 from mcore_agent.registry import create
 
@@ -31,7 +31,7 @@ def _model(c: Config) -> Iterator[tuple[str, str]]:
 def _ranks(c: Config) -> Iterator[tuple[str, str]]:
     layout = c.learner
     yield "learner ranks", f"{c.world} = tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, experts over ep {layout.ep}"
-    yield "threads per rank", str(c.run.threads or max(1, cores() // c.world))
+    yield "threads per rank", str(threads_per_rank(c))
     yield "engine", f"{c.rollout.engine}, on rank 0, in turns with the learner"
 
 

@@ -17,7 +17,7 @@ from ckpt_convert.mcore_folder import HF, TENSORS, Meta, read_meta, write_meta
 from ckpt_convert.source import RandomSource, SafetensorsSource
 from ckpt_convert.write import write_folder
 from mcore_agent.batch.microbatch import MicroBatch, Plan
-from mcore_agent.config import Config
+from mcore_agent.config import Config, threads_per_rank
 from mcore_agent.config_rules import hf_config_of
 from mcore_agent.learner import groups
 from mcore_agent.learner.learner import Layout, Learner, OptimSpec, StepStats
@@ -39,7 +39,7 @@ class Policy:
         c = config
         self.config = config
         self.hf_config = hf_config_of(config)
-        torch.set_num_threads(int(c.run.threads or torch.get_num_threads()))
+        torch.set_num_threads(threads_per_rank(c))
         layout = Layout(tp=c.learner.tp, pp=c.learner.pp, dp=c.learner.dp, ep=c.learner.ep)
         self.groups = groups.initialize(layout, backend=c.learner.backend)
         stack.callback(groups.destroy)
@@ -72,7 +72,7 @@ class Policy:
         return self._runner.run(work)
 
     def _hooks(self) -> dict[str, Any]:
-        hooks: dict[str, Any] = {"publish": self._publish}
+        hooks: dict[str, Any] = {"publish": self._publish, "update": self.learner.step, "save": self._save}
         engine = self.engine
         if engine is not None:
             hooks |= {
@@ -183,7 +183,7 @@ class Policy:
                 passes_s += time.monotonic() - clock
                 continue
             self._train_mode()
-            done = self.slicer.fire("update") or self.learner.step(micro, terms, lr)
+            done = self.slicer.fire("update", micro, terms, lr)
             if compare and not probed and not stats:
                 gap = _largest_gap(micro, done.logp)
             stats.append(done)
@@ -212,7 +212,10 @@ class Policy:
         return self.line.share(value)
 
     def save(self, folder: Path) -> None:
-        self.slicer.fire("save")
+        """Writes the learner's part of a checkpoint into an existing folder; legal in every state of the table."""
+        self.slicer.fire("save", folder)
+
+    def _save(self, folder: Path) -> None:
         (folder / TENSORS).mkdir(exist_ok=True)
         self.learner.save(folder / TENSORS)
 
