@@ -11,7 +11,7 @@ from mcore_agent.learner import cpu
 
 for _noisy in ("megatron", "torch.utils.cpp_extension"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)  # deprecations, and what is not installed, at every import
-warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
+warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")
 
 cpu.install()
 
