@@ -11,7 +11,6 @@ checkpoint starts helper processes that import this module once more, so it impo
 import argparse
 import errno
 import os
-import shutil
 import sys
 import tempfile
 import warnings
@@ -84,7 +83,7 @@ def work(job: Job) -> None:
     with _learner(source if job.do == "save" else source / HF, job.dtype, job.tp, job.pp, job.ep) as learner:
         if job.do == "save":
             learner.load_weights(SafetensorsSource(source))
-            _save(learner, target)
+            learner.save(target, weights_only=True)
             return
         from mcore_agent.weights.export import export
 
@@ -97,27 +96,20 @@ def work(job: Job) -> None:
                 pass
 
 
-def _save(learner: Any, target: Path) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        learner.save(target, weights_only=True)
-    except CheckpointException as e:  # torch keeps the kind of error of its writer processes, and drops the rest
-        reason = str(e).strip().splitlines()[-1]
-        free = shutil.disk_usage(target).free
-        raise ConvertError(f"the tensors cannot be written ({reason}); {free} bytes are free there: is the disk full?") from e
-
-
 @contextmanager
 def _learner(files: Path, dtype: str, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[Any]:
-    """A learner for the config in ``files``; its process groups end with the block."""
-    from ckpt_convert.source import read_json
+    """A learner for the config in ``files``; its process groups end with the block. Tensors that cannot be written or
+    read are a ConvertError."""
+    from ckpt_convert.hfconfig import read_json
     from mcore_agent.learner import groups
+    from mcore_agent.learner.checkpoint import CheckpointError
     from mcore_agent.learner.learner import Learner, OptimSpec
 
     joined = groups.initialize(groups.Layout(tp=tp, pp=pp, ep=ep, dp=ep))
     try:
         yield Learner(read_json(files / "config.json"), joined, dtype, OptimSpec())
+    except CheckpointError as e:
+        raise ConvertError(str(e)) from e
     finally:
         groups.destroy()
 

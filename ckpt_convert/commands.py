@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.families import Family, family_of
+from ckpt_convert.hfconfig import read_json
 from ckpt_convert.job import Job
 from ckpt_convert.mcore_folder import COMPLETE, HF, TENSORS, Meta, read_meta, write_meta
-from ckpt_convert.source import SafetensorsSource, check_source, common_dtype, read_json
+from ckpt_convert.source import SafetensorsSource, check_source, common_dtype
 from ckpt_convert.write import carry_files, whole_or_nothing, write_safetensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

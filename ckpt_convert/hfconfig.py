@@ -4,8 +4,10 @@ A feature that the converter does not know would give silently wrong weights (de
 key without a rule is an error, never a warning.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckpt_convert.errors import ConvertError
@@ -43,6 +45,19 @@ class Arch:
     topk: int = 0
     expert_ffn: int = 0
     norm_topk: bool = False  # routing weights are renormalized over the chosen experts
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ConvertError when it is missing or is not one."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConvertError(f"{path} is missing; give a folder that holds it") from None
+    except ValueError as e:
+        raise ConvertError(f"{path} is not JSON ({e}); fetch or write it again") from None
+    if not isinstance(content, dict):
+        raise ConvertError(f"{path} holds no JSON object; fetch or write it again")
+    return content
 
 
 class Reader:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ckpt_convert.errors import ConvertError
-from ckpt_convert.source import read_json
+from ckpt_convert.hfconfig import read_json
 
 FORMAT = 1
 TENSORS, HF, META, COMPLETE = "tensors", "hf", "meta.json", "COMPLETE"
@@ -34,6 +34,11 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_size for p in files}
 
 
+def is_mcore(folder: Path) -> bool:
+    """Whether a folder is meant to be a Megatron checkpoint, whole or not."""
+    return (folder / META).is_file() or (folder / TENSORS).is_dir() or (folder / HF).is_dir()
+
+
 def write_meta(folder: Path, meta: Meta) -> None:
     """Writes ``meta.json`` for the files that are in ``folder`` now. Writing COMPLETE is left to the caller."""
     content = asdict(meta) | {"files": _sizes(folder)}
@@ -51,8 +56,12 @@ def read_meta(folder: Path) -> Meta:
     content = read_json(folder / META)
     if content.get("format") != FORMAT:
         raise ConvertError(f"{folder / META}: format is {content.get('format')!r}, this release reads {FORMAT}; convert again")
+    try:
+        meta = Meta(**{**content, "duplicates": tuple(content["duplicates"])})
+    except (KeyError, TypeError) as e:
+        raise ConvertError(f"{folder / META} lacks or has too much ({e}); copy or convert again") from e
     found = _sizes(folder)
-    for name, size in content["files"].items():
+    for name, size in meta.files.items():
         if found.get(name) != size:
             raise ConvertError(f"{folder / name} has {found.get(name, 'no')} bytes, {META} says {size}; copy or convert again")
-    return Meta(**{**content, "duplicates": tuple(content["duplicates"])})
+    return meta

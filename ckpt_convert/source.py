@@ -1,7 +1,6 @@
 """Where tensors come from: a Hugging Face folder, a seed, or a dictionary. Read lazily, one tensor at a time."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.families.base import Family
+from ckpt_convert.hfconfig import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -73,19 +73,6 @@ class RandomSource:
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
         return torch.empty(shape).normal_(0.0, self._std, generator=generator)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ConvertError when it is missing or is not one."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConvertError(f"{path} is missing; give a folder that holds it") from None
-    except ValueError as e:
-        raise ConvertError(f"{path} is not JSON ({e}); fetch or write it again") from None
-    if not isinstance(content, dict):
-        raise ConvertError(f"{path} holds no JSON object; fetch or write it again")
-    return content
 
 
 class SafetensorsSource:

@@ -172,6 +172,9 @@ def config_from_dict(values: dict[str, Any]) -> Config:
 
 
 def _read(path: str | Path) -> DictConfig:
+    if Path(path).is_dir():
+        inside = Path(path) / "config.yaml"
+        raise ConfigError("recipe", str(path), "a folder, not a file", f"Give {inside}" if inside.is_file() else "See recipes/")
     if not Path(path).is_file():
         near = difflib.get_close_matches(str(path), [str(p) for p in Path("recipes").glob("*.yaml")], n=1, cutoff=0.5)
         raise ConfigError("recipe", str(path), "no such file", f"Did you mean {near[0]}?" if near else "See recipes/")
@@ -295,7 +298,8 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def read_config(path: Path) -> Config:
-    return config_from_dict(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+    """The configuration that ``save_config`` wrote. Raises ConfigError when the file is damaged."""
+    return config_from_dict(OmegaConf.to_container(_read(path)))  # type: ignore[arg-type]
 
 
 def threads_per_rank(config: Config) -> int:

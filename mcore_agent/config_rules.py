@@ -1,9 +1,10 @@
 """Combinations of keys that cannot run, each refused with its reason and a way out."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ckpt_convert.errors import ConvertError
+from ckpt_convert.mcore_folder import HF, is_mcore, read_meta
 from mcore_agent.config import Config, ConfigError
 from mcore_agent.registry import RegistryError, check, create, get
 
@@ -22,7 +23,7 @@ def _model(c: Config) -> None:
         raise ConfigError("model.vocab", 0, "a random start needs a tokenizer", "Give the vocabulary size, for example 384")
     if c.model.path and c.model.vocab:
         raise ConfigError("model.vocab", c.model.vocab, "model.path brings its own tokenizer", "Remove model.vocab")
-    if c.model.path and not (Path(c.model.path) / "config.json").is_file() and not (Path(c.model.path) / "hf").is_dir():
+    if c.model.path and not (Path(c.model.path) / "config.json").is_file() and not is_mcore(Path(c.model.path)):
         raise ConfigError("model.path", c.model.path, "neither a Hugging Face folder nor a Megatron checkpoint",
                           "Make it with tools/smollm2.py or python -m ckpt_convert")  # fmt: skip
 
@@ -103,24 +104,49 @@ def hf_config_of(c: Config) -> dict[str, Any]:
     """The Hugging Face config of the run's model. Raises ConfigError when its file is damaged."""
     if c.model.config:
         return {"vocab_size": c.model.vocab, **c.model.config}
+    from ckpt_convert.hfconfig import read_json
+
     root = Path(c.model.path)
-    path = root / "config.json" if (root / "config.json").is_file() else root / "hf" / "config.json"
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as e:
-        raise ConfigError("model.path", c.model.path, f"config.json cannot be read ({e})", "Make the folder again") from e
+        return read_json((root / HF if is_mcore(root) else root) / "config.json")
+    except ConvertError as e:
+        raise ConfigError("model.path", c.model.path, str(e), "Make the folder again") from e
 
 
 def _family(c: Config) -> None:
-    from ckpt_convert.errors import ConvertError
     from ckpt_convert.families import family_of
 
     hf = hf_config_of(c)
     try:
-        family_of(hf).check_layout(c.learner.tp, c.learner.pp, c.learner.ep)
+        family = family_of(hf)
     except ConvertError as e:
-        section = "learner" if "does not divide" in str(e) else "model"
-        raise ConfigError(section, getattr(c, section), str(e), "See the table of models and layouts in the README") from e
+        name, value = ("model.path", c.model.path) if c.model.path else ("model.config", c.model.config)
+        raise ConfigError(name, value, str(e), "See the table of models and layouts in the README") from e
+    for name, ranks in (("tp", c.learner.tp), ("pp", c.learner.pp), ("ep", c.learner.ep)):
+        try:
+            family.check_layout(**{name: ranks})
+        except ConvertError as e:
+            raise ConfigError(f"learner.{name}", ranks, str(e), "See the table of models and layouts in the README") from e
     longest = hf.get("max_position_embeddings", c.rollout.max_tokens)
     if c.rollout.max_tokens > longest:
         raise ConfigError("rollout.max_tokens", c.rollout.max_tokens, f"the model reads at most {longest} tokens", "Lower it")
+
+
+def check_model(c: Config) -> None:
+    """Holds the files of ``model.path`` against what its config implies, without reading the tensors.
+
+    Raises ConfigError for a tensor too many, too few or of the wrong shape, and for a file that is cut off or missing.
+    """
+    from ckpt_convert.families import family_of
+    from ckpt_convert.source import SafetensorsSource, check_source
+
+    root = Path(c.model.path)
+    if not c.model.path:
+        return
+    try:
+        if is_mcore(root):
+            read_meta(root)
+        else:
+            check_source(family_of(hf_config_of(c)), SafetensorsSource(root))
+    except ConvertError as e:
+        raise ConfigError("model.path", c.model.path, str(e), "Nothing was started") from e

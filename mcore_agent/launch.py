@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -24,15 +25,32 @@ def launched() -> bool:
     return "RANK" in os.environ or ("SLURM_PROCID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1)
 
 
-def adopt_environment(config: Config) -> None:
-    """Gives torch.distributed its variables under srun, checks the world size, and sets this rank's threads.
+def first() -> bool:
+    """Whether this process speaks for its run: the command itself, or rank 0 of another launcher's ranks."""
+    return LAUNCHER not in os.environ and os.environ.get("RANK", "0") == "0"
 
-    Raises ConfigError when the launcher started another number of ranks than the layout needs.
-    """
-    if "SLURM_PROCID" in os.environ and "RANK" not in os.environ and launched():
+
+def join_launcher() -> None:
+    """A rank's first act: its place among the ranks, also under srun, and its end with whoever started it."""
+    if not launched():
+        return
+    if "RANK" not in os.environ:
         slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
         os.environ.update({name: os.environ[source] for name, source in slurm.items()})
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1"))
+    end_with_launcher()
+
+
+def adopt_environment(config: Config) -> None:
+    """Checks what the launcher has set, and sets this rank's threads.
+
+    Raises ConfigError when the launcher started another number of ranks than the layout needs, or did not say all.
+    """
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name)
+        if launched() and (value is None or (name != "MASTER_ADDR" and not value.isdecimal())):
+            raise ConfigError(name, value, "RANK is set, but this variable is not as torchrun or srun would set it",
+                              "Set it, or unset RANK to start ranks from here")  # fmt: skip
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != config.world:
         raise ConfigError("learner", f"tp={config.learner.tp} pp={config.learner.pp} dp={config.learner.dp}",
@@ -52,7 +70,10 @@ def interruptible() -> None:
     """SIGTERM unwinds the stack as Ctrl-C does, so that every ``with`` block closes what it opened."""
 
     def stop(signum, frame):
-        raise KeyboardInterrupt
+        handler = signal.getsignal(signal.SIGINT)  # an event loop has its own, which cancels what it runs
+        if not callable(handler):
+            raise KeyboardInterrupt
+        handler(signum, frame)
 
     signal.signal(signal.SIGTERM, stop)
 
@@ -66,8 +87,8 @@ def check_port() -> None:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind(("", int(port)))
-        except OSError as e:
-            raise ConfigError("MASTER_PORT", port, f"cannot be used ({e.strerror})", "Choose a free port or unset it") from e
+        except (OSError, ValueError, OverflowError) as e:
+            raise ConfigError("MASTER_PORT", port, f"cannot be used ({e})", "Choose a free port or unset it") from e
 
 
 def torchrun(ranks: int, words: Sequence[str], config: Config) -> int:
@@ -75,7 +96,6 @@ def torchrun(ranks: int, words: Sequence[str], config: Config) -> int:
 
     Ctrl-C and SIGTERM reach the ranks, and what is left after GRACE_S seconds is killed.
     """
-    interruptible()
     try:
         return run_ranks(ranks, ["-m", "mcore_agent.cli", *words], threads_per_rank(config))
     except KeyboardInterrupt:
@@ -89,7 +109,7 @@ def run_ranks(ranks: int, words: Sequence[str], threads: int, stream: IO[bytes] 
     A rank must call ``end_with_launcher`` first of all. ``stream`` takes what the ranks print.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", LAUNCHER: str(os.getpid())}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
+    command = [sys.executable, "-m", "mcore_agent.launch", "--standalone", f"--nproc-per-node={ranks}", *words]
     process = subprocess.Popen(
         command, env=environment, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=die_with_parent
     )
@@ -97,6 +117,28 @@ def run_ranks(ranks: int, words: Sequence[str], threads: int, stream: IO[bytes] 
         return process.wait()
     finally:
         end_tree(process.pid)
+
+
+def supervise(words: Sequence[str]) -> int:
+    """torchrun in this process, without its report: says which rank was killed, if one was, and returns the code of the
+    rank that refused (2), of an interrupt (130), or 1."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)  # its own reports: this process does nothing else
+    try:
+        run.run(run.parse_args(list(words)))
+    except SignalException:
+        return 130
+    except ChildFailedError as e:
+        codes = {rank: failure.exitcode for rank, failure in e.failures.items()}
+        for rank, code in codes.items():
+            if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):
+                hint = " (the system does so when memory is short)" if -code == signal.SIGKILL else ""
+                print(f"mcore-agent: rank {rank} was ended by {signal.Signals(-code).name}{hint}", file=sys.stderr)
+        return 2 if 2 in codes.values() else 1
+    return 0
 
 
 def end_with_launcher() -> None:
@@ -108,13 +150,16 @@ def end_with_launcher() -> None:
 
 
 def end_tree(pid: int) -> None:
-    """Ends a process and all its descendants: asked first, killed after GRACE_S seconds."""
+    """Ends a process and all its descendants: asked first, killed after GRACE_S seconds.
+
+    Asked by SIGTERM, which a process that is still importing obeys without a traceback.
+    """
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         tree = [*root.children(recursive=True), root]
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGINT)
+                process.terminate()
         _, alive = psutil.wait_procs(tree, timeout=GRACE_S)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -122,3 +167,7 @@ def end_tree(pid: int) -> None:
         deadline = time.monotonic() + 1
         while alive and time.monotonic() < deadline:
             _, alive = psutil.wait_procs(alive, timeout=0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(sys.argv[1:]))

@@ -1,13 +1,15 @@
 """What only rank 0 has: environment, tasks, agent, scores, and the run folder that people read."""
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ckpt_convert.write import carry_files
+from ckpt_convert.write import carry_files, whole_or_nothing
 from mcore_agent import summary
 from mcore_agent.agent.episode import Agent, Limits, Sampling
 from mcore_agent.agent.render import ChatRenderer
@@ -21,12 +23,25 @@ from mcore_agent.config import Config, ConfigError
 from mcore_agent.credit.pipeline import assign
 from mcore_agent.metrics import Console, Metrics
 from mcore_agent.policy import Policy
+from mcore_agent.protocols import InfraError
 from mcore_agent.registry import create
 from mcore_agent.reward.pipeline import score
 from mcore_agent.rollout.collect import Collector
+from mcore_agent.state import write_atomic
 from mcore_agent.types import Batch, Episode, Message
 
 TOKENIZER_DIALOGS = 500  # demonstrations that a new tokenizer is trained on
+OUTAGE = 3  # steps in a row without a single episode that could be played: then the run ends
+
+
+class Outage(InfraError):
+    """Every episode failed, each after its retries: the environment or the engine is down, and going on is of no use."""
+
+    def __init__(self, when: str, episodes: Sequence[Episode]):
+        ((reason, count),) = Counter(e.reason for e in episodes).most_common(1)
+        super().__init__(f"{when} no episode could be played to its end; {count} of the last {len(episodes)} failed with: {reason}. "
+                         "Mend the environment and give the same command again")  # fmt: skip
+
 
 Plans = list[tuple[str, Plan]]  # ("train" or "probe", plan): a probe only compares log-probabilities
 
@@ -46,34 +61,41 @@ class Lead:
         self.demos = create("source", source, domain=self.domain)
         self.tokenizer = self._tokenizer()
         self.renderer = ChatRenderer(self.tokenizer, self.domain.tools)
+        self._keep_files()
         parser = create("parser", {"name": c.rollout.parser}, tools=tuple(self.domain.tools))
         limits = Limits(c.rollout.max_turns, c.rollout.max_new, c.rollout.max_tokens)
         agent = Agent(self.renderer, parser, limits)
         assert policy.engine
         self.collector = Collector(policy.engine, self.domain, agent, c.rollout.group_size, c.rollout.retries)
         self.sampling = Sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k)
+        self.barren = 0  # steps in a row without a usable episode
         self.paces: list[float] = []  # seconds of the last steps
         self.label = ""
         self._stack = stack
 
     def _tokenizer(self) -> Any:
-        """The model's own, or one trained on demonstrations; kept in ``files``."""
-        files = self.files
-        if files and (files / "tokenizer_config.json").is_file():
-            return load_tokenizer(files)
+        """That of ``files``, the model's own, or one trained on demonstrations."""
+        if self.files and self.files.is_dir():
+            return load_tokenizer(self.files)
         if self.config.model.path:
-            tokenizer = load_tokenizer(self.policy.hf_folder)
-            if files:
-                files.mkdir(parents=True)
-                carry_files(self.policy.hf_folder, files)
-            return tokenizer
+            return load_tokenizer(self.policy.hf_folder)
         dialogs = [self._dialog(i) for i in range(TOKENIZER_DIALOGS)]
-        tokenizer = train_tokenizer(contents(dialogs), self.config.model.vocab)
-        if files:
-            files.mkdir(parents=True)
-            (files / "config.json").write_text(json.dumps(self.policy.hf_config, indent=1))
-            save_tokenizer(tokenizer, files)  # last: its presence marks the folder as filled
-        return tokenizer
+        return train_tokenizer(contents(dialogs), self.config.model.vocab)
+
+    def _keep_files(self) -> None:
+        """Fills ``files`` once, when everything in it has proved to be of use."""
+        size = self.policy.hf_config["vocab_size"]
+        if max(self.tokenizer.get_vocab().values()) >= size:
+            raise ConfigError("model", size, f"is the vocabulary of the model, but the tokenizer has {len(self.tokenizer)} tokens",
+                              "Give a tokenizer and a model that belong together")  # fmt: skip
+        if self.files is None or self.files.is_dir():
+            return
+        with whole_or_nothing(self.files) as folder:
+            if self.config.model.path:
+                carry_files(self.policy.hf_folder, folder)
+            else:
+                (folder / "config.json").write_text(json.dumps(self.policy.hf_config, indent=1))
+                save_tokenizer(self.tokenizer, folder)
 
     def _dialog(self, index: int) -> list[Message]:
         size = self.domain.size("train")
@@ -91,7 +113,7 @@ class Lead:
         self.folder = folder
         (folder / "episodes").mkdir(exist_ok=True)
         self.metrics = Metrics(folder, resume_step=step, wandb=t.wandb, project=t.project, name=t.name, config=self.config.to_dict())
-        self._stack.callback(self.metrics.close)
+        self._stack.push(lambda error, *_: self.metrics.close(exit_code=int(error is not None)))
         self.console.say(f"Run folder {folder}" + (f", resumed after step {step} from {resumed.name}" if resumed else ""))
 
     # --------------------------------------------------------------------------------------------- the ring
@@ -105,6 +127,9 @@ class Lead:
         episodes, stats = self.policy.run(play)
         self.source.observe(episodes)
         numbers.update(stats.metrics())
+        self.barren = 0 if usable(episodes)[0] else self.barren + 1
+        if self.barren == OUTAGE:
+            raise Outage(f"in {OUTAGE} steps", episodes)
         return episodes
 
     def reward(self, episodes: list[Episode], step: int, numbers: dict[str, Any]) -> list[Episode]:
@@ -178,8 +203,10 @@ class Lead:
             play = self.collector.evaluate(tasks, run_seed=self.config.run.seed, step=step, sampling=sampling, progress=self._playing(name))
             episodes, _ = self.policy.run(play)
             good = [e for e in score(episodes, [{"name": "outcome"}]) if e.status != "infra_fail"]
-            entry[f"{name}_success"] = float(np.mean([e.reward >= 1 for e in good])) if good else 0.0
-            entry[f"{name}_reward"] = float(np.mean([e.reward for e in good])) if good else 0.0
+            if not good:
+                raise Outage("in an evaluation", episodes)
+            entry[f"{name}_success"] = float(np.mean([e.reward >= 1 for e in good]))
+            entry[f"{name}_reward"] = float(np.mean([e.reward for e in good]))
             entry[f"{name}_failed"] = len(episodes) - len(good)
         return entry
 
@@ -211,6 +238,6 @@ class Lead:
     def finish(self, progress: Any, wall_s: float) -> dict[str, Any]:
         """Writes ``summary.json`` and prints the learning curve and the table."""
         result = summary.summarize(progress, wall_s)
-        (self.folder / "summary.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_atomic(self.folder / "summary.json", (json.dumps(result, indent=1) + "\n").encode())
         self.console.say(summary.closing(progress, result, self.folder))
         return result

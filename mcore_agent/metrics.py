@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,10 @@ def _clock(seconds: float) -> str:
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+class TrackingError(ValueError):
+    """Weights & Biases refuses or cannot be reached; the message says which key turns it off."""
+
+
 class Metrics:
     """Appends one record per step. On a resume, records after ``step`` are dropped first, so steps always rise."""
 
@@ -87,9 +92,11 @@ class Metrics:
             self._wandb.log({k: v for k, v in values.items() if isinstance(v, (int, float))}, step=step)
 
     def close(self, exit_code: int = 0) -> None:
-        self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=exit_code, quiet=True)
+        try:
+            self._file.close()
+        finally:  # closing flushes, and the disk may be full
+            if self._wandb is not None:
+                self._wandb.finish(exit_code=exit_code)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -101,17 +108,23 @@ def _start_wandb(folder: Path, mode: str, project: str, name: str, config: Any) 
     import wandb
 
     id_file = folder / "wandb_id"
-    if not id_file.exists():
-        id_file.write_text(wandb.util.generate_id())
-    return wandb.init(
-        mode=mode,  # type: ignore[arg-type]
-        project=project,
-        name=name or folder.name,
-        id=id_file.read_text(),
-        resume="allow",
-        dir=str(folder),
-        config=config,
-        settings=wandb.Settings(silent=True, console="off"),
-        config_exclude_keys=None,
-        allow_val_change=True,
-    )
+    run_id = id_file.read_text() if id_file.exists() else ""
+    if not run_id:  # a resumed run goes on under its old name
+        run_id = secrets.token_hex(4)
+        id_file.write_text(run_id)
+    try:
+        return wandb.init(
+            mode=mode,  # type: ignore[arg-type]
+            project=project,
+            name=name or folder.name,
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=config,
+            settings=wandb.Settings(silent=True, quiet=True, console="off"),
+            config_exclude_keys=None,
+            allow_val_change=True,
+        )
+    except wandb.errors.Error as e:
+        way = "run `wandb login`, or use tracking.wandb=offline"
+        raise TrackingError(f"tracking.wandb = {mode!r}: Weights & Biases cannot start ({e}); {way}") from e

@@ -64,11 +64,11 @@ def _serving(config: Config, checkpoint: Path | None, stack: ExitStack) -> Lead 
     """Rank 0: a lead whose engine serves the checkpoint's weights, or the recipe's own."""
     policy = Policy(config, stack)
     files = checkpoint / HF if checkpoint else None
-    lead = Lead(config, policy, stack, files) if policy.rank == 0 else None
     if checkpoint is None:
         policy.start()
     else:
         policy.load_weights(checkpoint)
+    lead = Lead(config, policy, stack, files) if policy.rank == 0 else None
     policy.serve()
     return lead
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from ckpt_convert.families import family_of
-from ckpt_convert.mcore_folder import HF, TENSORS, Meta, read_meta, write_meta
+from ckpt_convert.mcore_folder import HF, TENSORS, Meta, is_mcore, read_meta, write_meta
 from ckpt_convert.source import RandomSource, SafetensorsSource
-from ckpt_convert.write import write_folder
+from ckpt_convert.write import carry_files, write_folder
 from mcore_agent.batch.microbatch import MicroBatch, Plan
 from mcore_agent.config import Config, threads_per_rank
 from mcore_agent.config_rules import hf_config_of
@@ -118,7 +118,7 @@ class Policy:
         path = Path(self.config.model.path)
         if not self.config.model.path:
             self.learner.load_weights(RandomSource(family_of(self.hf_config), self.config.run.seed))
-        elif (path / TENSORS).is_dir():
+        elif is_mcore(path):
             self.load_weights(path)
         else:
             self.learner.load_weights(SafetensorsSource(path))
@@ -127,7 +127,7 @@ class Policy:
     def hf_folder(self) -> Path:
         """Where ``model.path`` keeps config and tokenizer."""
         path = Path(self.config.model.path)
-        return path / HF if (path / HF).is_dir() else path
+        return path / HF if is_mcore(path) else path
 
     def begin(self, temperature: float, fresh: bool) -> None:
         """A stage begins (``fresh``) or goes on."""
@@ -232,7 +232,7 @@ class Policy:
 
     def describe(self, folder: Path, files: Path) -> None:
         """Rank 0, after ``save``: config, tokenizer and meta data make the folder a model by itself."""
-        shutil.copytree(files, folder / HF)
+        carry_files(files, folder / HF)
         layout = self.groups.layout
         ranks = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
         write_meta(folder, Meta(self.learner.model.family.model_type, self.config.precision.dtype, ranks))

@@ -1,6 +1,7 @@
 """What a run holds on every rank: the learner, where it stands in its recipe, and how it hands over to the engine."""
 
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -8,12 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_convert.mcore_folder import HF
-from mcore_agent.config import Config, StageConfig
+from ckpt_convert.errors import ConvertError
+from ckpt_convert.mcore_folder import HF, read_meta
+from mcore_agent.config import Config, ConfigError, StageConfig
 from mcore_agent.lead import Lead
 from mcore_agent.policy import Parts, Policy
 from mcore_agent.registry import create
-from mcore_agent.state import Checkpoints, StateStore
+from mcore_agent.state import Checkpoints, StateError, StateStore
 from mcore_agent.types import Batch, Episode
 
 
@@ -77,7 +79,7 @@ class Session:
 
     def _restore(self, folder: Path) -> None:
         """Continues from the latest checkpoint, or starts from the recipe's weights."""
-        latest = self.policy.share(self.checkpoints.latest() if self.lead else None)
+        latest, damaged = self.policy.share(self._usable() if self.lead else None)
         if latest is None:
             self.policy.start()
         else:
@@ -89,6 +91,24 @@ class Session:
             self.earlier_s = self.progress.wall_s
         if self.lead:
             self.lead.open_run(folder, self.progress.step, resumed=latest)
+            for what in damaged:
+                self.lead.console.say(f"A newer checkpoint is damaged and passed over: {what}")
+
+    def _usable(self) -> tuple[Path | None, list[str]]:
+        """Rank 0: the newest whole checkpoint, and what is wrong with newer ones. Raises ConfigError when none is whole."""
+        try:
+            return self.checkpoints.usable(self._damage)
+        except StateError as e:
+            way = "Copy one back, choose another run.dir, or delete its checkpoints to start over"
+            raise ConfigError("run.dir", str(self.folder), str(e), way) from e
+
+    def _damage(self, checkpoint: Path) -> str | None:
+        try:
+            read_meta(checkpoint)
+            self.store.read(checkpoint / "state.json")
+        except (ConvertError, StateError) as e:
+            return str(e)
+        return None
 
     # ------------------------------------------------------------------------------------------- the recipe
 
@@ -195,11 +215,15 @@ class Session:
             return
         self.progress.wall_s = self.earlier_s + time.time() - self.started
         partial = self.policy.share(self.checkpoints.partial(step) if self.lead else None)
-        self._timed("save", lambda: self.policy.save(partial))
-        if self.lead:
-            self.lead.describe(partial)
-            self.store.save(partial / "state.json")
-            self.checkpoints.commit(step)
+        try:
+            self._timed("save", lambda: self.policy.save(partial))
+            if self.lead:
+                self.lead.describe(partial)
+                self.store.save(partial / "state.json")
+                self.checkpoints.commit(step)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
+            raise
 
     def finish(self) -> dict[str, Any]:
         """Writes ``summary.json`` and the Hugging Face folder, prints what happened. Rank 0 returns the summary."""

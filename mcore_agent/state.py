@@ -1,9 +1,12 @@
 """State that outlives a process: atomic files, complete-or-absent folders, and the store of everything resumable."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +30,27 @@ def write_atomic(path: Path, data: bytes) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a file, made if need be, which says who has it; the system frees it when the process ends.
+
+    Raises StateError, naming the holder, when another process has it.
+    """
+    with open(path, "a+", encoding="utf-8") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            if e.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks: go without
+                yield
+                return
+            f.seek(0)
+            raise StateError(f"is in use by {f.read().strip() or 'another process'}") from e
+        f.truncate(0)
+        f.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        f.flush()
+        yield
 
 
 def is_complete(folder: Path) -> bool:
@@ -75,14 +99,19 @@ class StateStore:
     def save(self, path: Path) -> None:
         write_atomic(path, json.dumps({n: p.state_dict() for n, p in self._parts.items()}, indent=1).encode())
 
-    def load(self, path: Path) -> None:
-        """Raises StateError when the file is damaged or holds other parts than this run has."""
+    def read(self, path: Path) -> dict[str, Any]:
+        """The saved states by name. Raises StateError when the file is damaged or holds other parts than this run has."""
         try:
             saved = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as e:
+        except (OSError, ValueError) as e:
             raise StateError(f"{path} cannot be read ({e}); delete its folder to resume from the checkpoint before") from e
-        if saved.keys() != self._parts.keys():
+        if not isinstance(saved, dict) or saved.keys() != self._parts.keys():
             raise StateError(f"{path} holds {sorted(saved)}, this run needs {sorted(self._parts)}: another version wrote it")
+        return saved
+
+    def load(self, path: Path) -> None:
+        """Raises StateError as ``read`` does."""
+        saved = self.read(path)
         for name, part in self._parts.items():
             part.load_state_dict(saved[name])
 
@@ -97,9 +126,10 @@ class Checkpoints:
         return self.root / f"step-{step:06d}"
 
     def partial(self, step: int) -> Path:
-        """An empty folder to fill. Call on one rank, before the others write."""
+        """An empty folder to fill; what a killed save has left goes. Call on one rank, before the others write."""
+        for old in self.root.glob("step-*.partial"):
+            shutil.rmtree(old, ignore_errors=True)
         folder = self.root / f"step-{step:06d}.partial"
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
 
@@ -118,8 +148,27 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The folder that ``latest`` names if it is complete, else the newest complete one, else None."""
-        pointer = self.root / "latest"
-        if pointer.is_file() and is_complete(self.root / pointer.read_text().strip()):
-            return self.root / pointer.read_text().strip()
-        whole = self.complete()
-        return whole[-1] if whole else None
+        return next(iter(self._candidates()), None)
+
+    def _candidates(self) -> list[Path]:
+        """Complete folders, the one that ``latest`` names first, then from new to old."""
+        pointer, whole = self.root / "latest", self.complete()
+        named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+        return sorted(reversed(whole), key=lambda folder: folder.name != named)
+
+    def usable(self, damage: Callable[[Path], str | None]) -> tuple[Path | None, list[str]]:
+        """The first candidate in which ``damage`` finds none, and what is wrong with those passed over.
+
+        None when nothing was ever saved. Raises StateError when something was, but nothing is whole: a run must not
+        start over in silence.
+        """
+        wrong: list[str] = []
+        for folder in self._candidates():
+            if (found := damage(folder)) is None:
+                return folder, wrong
+            wrong.append(found)
+        cut = [p for p in sorted(self.root.glob("step-??????")) if not is_complete(p)]
+        wrong += [f"{folder} has no {COMPLETE}" for folder in cut]
+        if wrong or (self.root / "latest").is_file():
+            raise StateError(f"no checkpoint in {self.root} is whole: {'; '.join(wrong) or 'all were removed'}")
+        return None, []

@@ -61,7 +61,7 @@ def closing(progress: Any, result: dict[str, Any], folder: Path) -> str:
         if progress.rewards:
             shown = progress.rewards[-60:]
             console.print(f"{'mean':>8} reward   {bars(shown, max(1.0, *shown))}  {shown[0]:.2f} to {shown[-1]:.2f}")
-        table = Table(title="What happened", title_justify="left")
+        table = Table(title="What happened", title_justify="left", show_header=False)
         table.add_column("")
         table.add_column("", justify="right")
         for label, value in _rows(result):

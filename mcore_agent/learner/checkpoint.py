@@ -1,15 +1,21 @@
 """Sharded checkpoints in Megatron's torch_dist format: written under one layout, read under any other."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_agent.learner.model import Model
 from mcore_agent.learner.optimizer import live_parts
 
 SHARDING = "fully_reshardable"
+
+
+class CheckpointError(RuntimeError):
+    """Tensors that cannot be written or read: the message names the folder, the reason and a way out."""
 
 
 def _metadata() -> dict[str, Any]:
@@ -36,14 +42,31 @@ def _sharded(model: Model, optimizer: ChainedOptimizer | None, loading: bool) ->
 def save(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None:
     """Writes this rank's shards (and the optimizer's, if given) into an existing empty folder. Collective.
 
-    Only the tensors: making the folder appear at once and whole is the caller's task.
+    Only the tensors: making the folder appear at once and whole is the caller's task. Raises CheckpointError.
     """
-    dist_checkpointing.save(_sharded(model, optimizer, loading=False), str(folder))
+    try:
+        dist_checkpointing.save(_sharded(model, optimizer, loading=False), str(folder))
+    except CheckpointException as e:  # torch keeps the kind of error of its writer threads, and drops the rest
+        reason = _last_line(e) if e.failures else "another rank failed"
+        free = shutil.disk_usage(folder).free
+        raise CheckpointError(
+            f"{folder}: the tensors cannot be written ({reason}); {free} bytes are free there: is the disk full? "
+            "Free space and give the same command again"
+        ) from e
 
 
 def load(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None:
-    """Reads what ``save`` wrote, whatever its layout was; without ``optimizer`` only the weights. Collective."""
-    state = dist_checkpointing.load(_sharded(model, optimizer, loading=True), str(folder))
+    """Reads what ``save`` wrote, whatever its layout was; without ``optimizer`` only the weights. Collective.
+
+    Raises CheckpointError when the files are damaged, or are those of another model.
+    """
+    try:
+        state = dist_checkpointing.load(_sharded(model, optimizer, loading=True), str(folder))
+    except (Exception, CheckpointException) as e:  # whatever unpickling damaged bytes may raise
+        raise CheckpointError(
+            f"{folder}: the tensors cannot be read ({_last_line(e)}); they are damaged or of another model: "
+            "copy them again, or delete the checkpoint to go on from the one before"
+        ) from e
     model.modules[0].load_state_dict(state["model"])
     if optimizer is None:
         return
@@ -52,3 +75,7 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None
         for group in own["optimizer"]["param_groups"]:
             group["step"] = state["step"]
         part.load_state_dict(own | {"param_state": state["optimizer"][str(i)], "param_state_sharding_type": SHARDING})
+
+
+def _last_line(e: BaseException) -> str:
+    return (str(e).strip().splitlines() or [type(e).__name__])[-1][:300]

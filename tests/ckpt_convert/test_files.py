@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from ckpt_convert import ConvertError
 from ckpt_convert.checksum import tensor_checksum
 from ckpt_convert.families import family_of
-from ckpt_convert.source import DictSource, RandomSource, SafetensorsSource, check_source, common_dtype, read_json
+from ckpt_convert.hfconfig import read_json
+from ckpt_convert.source import DictSource, RandomSource, SafetensorsSource, check_source, common_dtype
 from ckpt_convert.write import carry_files, whole_or_nothing, write_folder, write_safetensors
 
 CONFIG = {

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -62,3 +64,26 @@ def metrics(folder: Path) -> list[dict]:
 
 def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
+
+
+@dataclass(frozen=True)
+class Command:
+    """Words of a command line, and what surrounds it."""
+
+    words: tuple[str, ...]
+    variables: dict[str, str] = field(default_factory=dict)
+    file_limit: int | None = None  # bytes that a file may have: a write beyond fails as on a full disk
+
+
+def train(folder: Path, *words: str, **more: Any) -> Command:
+    """A tiny run in ``folder``."""
+    return Command(("train", QUICKSTART, *TINY, f"run.dir={folder}", *words), **more)
+
+
+def several(*commands: Command, timeout: float = 300) -> list[tuple[int, str]]:
+    """Exit codes and outputs of commands that one process runs one after another."""
+    out = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.several"], input=json.dumps([asdict(c) for c in commands]), cwd=ROOT, env=ENVIRONMENT,
+        stdout=subprocess.PIPE, text=True, timeout=timeout, check=True,
+    )  # fmt: skip
+    return [(code, text) for code, text in json.loads(out.stdout)]
