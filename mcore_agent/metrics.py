@@ -5,6 +5,7 @@ import os
 import secrets
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,34 +62,35 @@ class TrackingError(ValueError):
 
 
 class Metrics:
-    """Appends one record per step. On a resume, records after ``step`` are dropped first, so steps always rise."""
+    """Appends one record per step. On a resume, records after ``resume_step`` are dropped first, so steps always rise.
+
+    Weights & Biases cannot forget a step: those it has had before an interruption, which come again with the same
+    numbers, are not given to it twice.
+    """
 
     def __init__(self, folder: Path, *, resume_step: int, wandb: str = "disabled", project: str = "", name: str = "", config: Any = None):
         self.path = folder / "metrics.jsonl"
-        self._keep_until(resume_step)
+        records = self._records()
+        last = max((record["step"] for record in records), default=0)
+        self._wandb: Any = None
+        self._given = 0  # steps up to this one
+        if wandb != "disabled":
+            self._wandb, self._given = _start_wandb(folder, wandb, project, name, config, last)
+        _replace(self.path, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= resume_step))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
-        self._wandb = _start_wandb(folder, wandb, project, name, config) if wandb != "disabled" else None
 
-    def _keep_until(self, step: int) -> None:
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:  # the last line of a killed run may be cut
-                continue
-            if record["step"] <= step:
-                kept.append(line + "\n")
-        partial = self.path.with_suffix(".tmp")
-        partial.write_text("".join(kept), encoding="utf-8")
-        os.replace(partial, self.path)
+    def _records(self) -> list[dict[str, Any]]:
+        found = []
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else ():
+            with suppress(json.JSONDecodeError):  # the last line of a killed run may be cut
+                found.append(json.loads(line))
+        return found
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """One line of JSON and one wandb step; values are numbers, strings or None."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
-        if self._wandb is not None:
+        if self._wandb is not None and step > self._given:
             self._wandb.log({k: v for k, v in values.items() if isinstance(v, (int, float))}, step=step)
 
     def close(self, exit_code: int = 0) -> None:
@@ -104,20 +106,26 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def _start_wandb(folder: Path, mode: str, project: str, name: str, config: Any) -> Any:
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _start_wandb(folder: Path, mode: str, project: str, name: str, config: Any, last: int) -> tuple[Any, int]:
+    """The wandb run, that of an earlier start if there was one, and the last step that it has been given."""
     import wandb
 
-    id_file = folder / "wandb_id"
-    run_id = id_file.read_text() if id_file.exists() else ""
-    if not run_id:  # a resumed run goes on under its old name
-        run_id = secrets.token_hex(4)
-        id_file.write_text(run_id)
+    kept = folder / "wandb.json"
+    known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {"id": secrets.token_hex(4), "step": 0}
+    known["step"] = max(known["step"], last)
+    _replace(kept, json.dumps(known))
     try:
-        return wandb.init(
+        run = wandb.init(
             mode=mode,  # type: ignore[arg-type]
             project=project,
             name=name or folder.name,
-            id=run_id,
+            id=known["id"],
             resume="allow",
             dir=str(folder),
             config=config,
@@ -125,6 +133,7 @@ def _start_wandb(folder: Path, mode: str, project: str, name: str, config: Any) 
             config_exclude_keys=None,
             allow_val_change=True,
         )
+        return run, known["step"]
     except wandb.errors.Error as e:
         way = "run `wandb login`, or use tracking.wandb=offline"
         raise TrackingError(f"tracking.wandb = {mode!r}: Weights & Biases cannot start ({e}); {way}") from e

@@ -222,7 +222,8 @@ class Session:
                 self.store.save(partial / "state.json")
                 self.checkpoints.commit(step)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its space back
+            if self.lead:  # a full disk gets its space back
+                shutil.rmtree(partial, ignore_errors=True)
             raise
 
     def finish(self) -> dict[str, Any]:

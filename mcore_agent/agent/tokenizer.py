@@ -71,8 +71,11 @@ def contents(dialogs: Iterable[Sequence[Message]]) -> list[str]:
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:
-    """Writes Hugging Face tokenizer files."""
-    tokenizer.save_pretrained(folder)
+    """Writes Hugging Face tokenizer files. Raises TokenizerError when they cannot be written."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as e:  # the Rust tokenizers raise nothing more particular
+        raise TokenizerError(f"the tokenizer cannot be written to {folder} ({e}); free space or choose another folder") from e
 
 
 def load_tokenizer(folder: Path):

@@ -40,10 +40,12 @@ class RowSet:
     @classmethod
     def load(cls, path: Path | str) -> "RowSet":
         """Reads a file written by ``save``. Raises PlanError when it is not one, OSError when it cannot be read."""
-        if not is_zipfile(path):
-            raise PlanError(f"{path} is not a saved batch, or was cut off: it is no npz file")
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with open(path, "rb") as stream:
+                if not is_zipfile(stream):  # np.load would take it for a pickle, and advise to trust it
+                    raise BadZipFile("it is no npz file")
+                stream.seek(0)
+                file = np.load(stream, allow_pickle=False)
                 arrays = {name: file[name] for name in file.files}
             columns = {name.removeprefix("column/"): v for name, v in arrays.items() if name.startswith("column/")}
             return cls(arrays["tokens"], arrays["lengths"], arrays["rows"], int(arrays["count"]), columns)

@@ -47,10 +47,11 @@ def save(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None
     try:
         dist_checkpointing.save(_sharded(model, optimizer, loading=False), str(folder))
     except CheckpointException as e:  # torch keeps the kind of error of its writer threads, and drops the rest
-        reason = _last_line(e) if e.failures else "another rank failed"
+        if not e.failures:
+            raise CheckpointError(f"{folder}: the tensors cannot be written; the coordinating rank says why") from e
         free = shutil.disk_usage(folder).free
         raise CheckpointError(
-            f"{folder}: the tensors cannot be written ({reason}); {free} bytes are free there: is the disk full? "
+            f"{folder}: the tensors cannot be written ({_last_line(e)}); {free} bytes are free there: is the disk full? "
             "Free space and give the same command again"
         ) from e
 

@@ -80,10 +80,20 @@ def train(folder: Path, *words: str, **more: Any) -> Command:
     return Command(("train", QUICKSTART, *TINY, f"run.dir={folder}", *words), **more)
 
 
-def several(*commands: Command, timeout: float = 300) -> list[tuple[int, str]]:
-    """Exit codes and outputs of commands that one process runs one after another."""
-    out = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.several"], input=json.dumps([asdict(c) for c in commands]), cwd=ROOT, env=ENVIRONMENT,
-        stdout=subprocess.PIPE, text=True, timeout=timeout, check=True,
-    )  # fmt: skip
-    return [(code, text) for code, text in json.loads(out.stdout)]
+class Shell:
+    """One process that runs commands one after another, and the environment ``breakable``; see ``several.py``."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.several"], cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __call__(self, command: Command) -> tuple[int, str]:
+        """Exit code and output."""
+        assert self.process.stdin and self.process.stdout
+        print(json.dumps(asdict(command)), file=self.process.stdin, flush=True)
+        code, out = json.loads(self.process.stdout.readline())
+        return code, out
+
+    def close(self) -> None:
+        self.process.communicate(timeout=30)

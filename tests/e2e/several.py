@@ -1,7 +1,7 @@
-"""Runs several commands of the command line in one process, as starting up takes longer than most of them do.
+"""Runs many commands of the command line in one process, as starting up takes longer than most of them do.
 
-Reads a JSON list of ``{"words": […], "variables": {…}, "file_limit": bytes or null}`` from stdin and answers with a list of
-``[exit code, output]``. The environment ``breakable`` is the hop-lookup task with a fault: the variable BREAK says which
+Reads lines of JSON ``{"words": […], "variables": {…}, "file_limit": bytes or null}`` from stdin and answers each with a line
+``[exit code, output]`` on stdout. The environment ``breakable`` is the hop-lookup task with a fault: the variable BREAK says which
 (``down``: reset raises InfraError, ``fault``: step raises KeyError), and BREAK_LOG is a file of what was opened and closed.
 """
 
@@ -62,7 +62,7 @@ def answer(command: dict) -> tuple[int, str]:
             code = main(command["words"])
         except SystemExit as e:
             code = int(e.code or 0)
-        except Exception:
+        except (KeyError, RuntimeError, OSError, ValueError):  # as the interpreter does at the end of a process
             traceback.print_exc()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     os.environ.clear()
@@ -71,5 +71,7 @@ def answer(command: dict) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    answers = [answer(command) for command in json.load(sys.stdin)]
-    print(json.dumps(answers))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints past Python is no answer
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)

@@ -30,7 +30,7 @@ def quickstart(tmp_path_factory) -> Path:
 def test_quickstart_learns(quickstart):
     learned(quickstart)
     assert sorted(p.name for p in quickstart.iterdir()) == [
-        "batch.npz", "checkpoints", "config.yaml", "episodes", "hf", "metrics.jsonl", "summary.json",
+        ".lock", "batch.npz", "checkpoints", "config.yaml", "episodes", "hf", "metrics.jsonl", "summary.json",
     ]  # fmt: skip
 
 
