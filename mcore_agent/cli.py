@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
         launch.join_launcher()
         with ExitStack() as stack:
             return _command(arguments, words, started, stack)
+    except BrokenPipeError:  # whoever read the output has left; Python must not try to flush the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, RuntimeError, OSError) as e:
         code = _spoken(e)
         if code is None:

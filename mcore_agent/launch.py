@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 import psutil
@@ -78,6 +78,23 @@ def interruptible() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
+@contextlib.contextmanager
+def interrupts_later() -> Iterator[None]:
+    """An interrupt inside the block is raised at its end: one that falls into the callbacks of a fork would be lost."""
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in caught:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in caught.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 def check_port() -> None:
     """Raises ConfigError when MASTER_PORT was given and this host's rank 0 cannot have it."""
     port = os.environ.get("MASTER_PORT")
@@ -110,13 +127,16 @@ def run_ranks(ranks: int, words: Sequence[str], threads: int, stream: IO[bytes] 
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", LAUNCHER: str(os.getpid())}
     command = [sys.executable, "-m", "mcore_agent.launch", "--standalone", f"--nproc-per-node={ranks}", *words]
-    process = subprocess.Popen(
-        command, env=environment, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=die_with_parent
-    )
+    process: subprocess.Popen | None = None
     try:
+        with interrupts_later():
+            process = subprocess.Popen(
+                command, env=environment, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=die_with_parent
+            )
         return process.wait()
     finally:
-        end_tree(process.pid)
+        if process is not None:
+            end_tree(process.pid)
 
 
 def supervise(words: Sequence[str]) -> int:

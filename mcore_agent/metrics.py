@@ -101,11 +101,6 @@ class Metrics:
                 self._wandb.finish(exit_code=exit_code)
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run folder, in order of steps."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.tmp")
     partial.write_text(text, encoding="utf-8")

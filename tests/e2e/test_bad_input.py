@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_convert.mcore_folder import read_meta
-from mcore_agent.launch import run_ranks
+from mcore_agent.launch import interrupts_later, run_ranks
 from mcore_agent.state import Checkpoints, locked
 from tests.e2e.running import QUICKSTART, TINY, Command, Shell, end, metrics, start, train, tree, wait_for
 
@@ -341,6 +341,15 @@ def test_full_disk_under_two_ranks(begin, tmp_path):
     code, err = ended(process, processes, 60)
     assert code == 1 and "mcore-agent (rank 0): " in err and "is the disk full? Free space" in err and "Traceback" not in err, err
     assert 2 <= whole(folder) < 20
+
+
+def test_an_interrupt_while_forking_is_not_lost():
+    """Python drops what a callback of fork raises: the interrupt waits until the process has been started."""
+    started = []
+    with pytest.raises(KeyboardInterrupt), interrupts_later():
+        os.kill(os.getpid(), signal.SIGINT)
+        started.append(True)
+    assert started
 
 
 def test_a_rank_that_refuses_decides_the_exit_code(tmp_path):
