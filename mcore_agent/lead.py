@@ -20,6 +20,7 @@ from mcore_agent.batch.rowset import rowset
 from mcore_agent.batch.select import minibatches, usable
 from mcore_agent.batch.sft import demonstration
 from mcore_agent.config import Config, ConfigError
+from mcore_agent.credit.groups import informative
 from mcore_agent.credit.pipeline import assign
 from mcore_agent.metrics import Console, Metrics
 from mcore_agent.policy import Policy
@@ -151,9 +152,8 @@ class Lead:
             mask = batch.channel("pg")
             batch = batch.with_columns(logp_old=batch.tokens("logp"), **{"mask:pg": mask.astype(np.float32)})
             group = batch.by("group")
-            alive = {g for g, a in zip(group[batch.token_episode], batch.columns["advantage"], strict=True) if a != 0}
             numbers["credit/groups"] = int(group.max()) + 1
-            numbers["credit/groups_with_signal"] = len(alive)
+            numbers["credit/groups_with_signal"] = len(np.unique(group[informative(batch)]))
         return batch
 
     def imitate(self, count: int, step: int) -> Batch:

@@ -57,20 +57,6 @@ def is_complete(folder: Path) -> bool:
     return (folder / COMPLETE).is_file()
 
 
-@contextmanager
-def new_folder(final: Path) -> Iterator[Path]:
-    """A folder to fill; it appears under its name, with its marker, only when the block ends without an exception."""
-    partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        finish_folder(partial, final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
 def finish_folder(partial: Path, final: Path) -> None:
     """Marks a filled folder complete and gives it its name, replacing an older one of that name."""
     write_atomic(partial / COMPLETE, b"")

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from mcore_agent.state import COMPLETE, Checkpoints, StateError, StateStore, is_complete, new_folder, write_atomic
+from mcore_agent.state import COMPLETE, Checkpoints, StateError, StateStore, write_atomic
 
 
 class Counter:
@@ -57,16 +57,6 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["f"]
-
-
-def test_failed_folder_is_absent(tmp_path):
-    with pytest.raises(RuntimeError), new_folder(tmp_path / "out") as partial:
-        (partial / "half").write_text("x")
-        raise RuntimeError
-    assert os.listdir(tmp_path) == []
-    with new_folder(tmp_path / "out") as partial:
-        (partial / "whole").write_text("x")
-    assert is_complete(tmp_path / "out") and (tmp_path / "out" / "whole").exists()
 
 
 def checkpoint(c: Checkpoints, step: int) -> None:

@@ -13,10 +13,7 @@ class CreditError(ValueError):
 
 
 def informative(batch: Batch) -> np.ndarray:
-    """[E] bool: the episode's group has at least two different rewards, so that it can teach something (M10, M15).
-
-    Dropping the other groups, and counting them, is up to the loop.
-    """
+    """[E] bool: the episode's group has at least two different rewards, so that it can teach something (M10)."""
     return spread(batch.rewards, batch.by("group"))
 
 

@@ -18,13 +18,12 @@ class Grpo:
     ``sigma`` divides the variance by G (``population``) or by G - 1 (``sample``). A group of one episode, or of
     rewards that are equal up to rounding, gets exactly 0 in every mode of ``zero_sigma``:
     ``zero`` trains on every other group, ``clamp`` divides by at least ``sigma_min`` (rewards that barely differ are
-    not blown up), ``drop`` is ``zero`` for a loop that leaves degenerate groups out altogether
-    (``credit.groups.informative``), with their other loss terms.
+    not blown up).
     """
 
     sigma: Literal["population", "sample"] = "population"
     eps: float = 1e-6
-    zero_sigma: Literal["zero", "clamp", "drop"] = "zero"
+    zero_sigma: Literal["zero", "clamp"] = "zero"
     sigma_min: float = 0.1
 
     needs: ClassVar[tuple[str, ...]] = ()
