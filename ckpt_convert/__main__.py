@@ -105,7 +105,7 @@ def _learner(files: Path, dtype: str, tp: int = 1, pp: int = 1, ep: int = 1) -> 
     from mcore_agent.learner.checkpoint import CheckpointError
     from mcore_agent.learner.learner import Learner, OptimSpec
 
-    joined = groups.initialize(groups.Layout(tp=tp, pp=pp, ep=ep, dp=ep))
+    joined = groups.initialize(groups.Layout(tp=tp, pp=pp, ep=ep, dp=ep, sp=tp > 1))
     try:
         yield Learner(read_json(files / "config.json"), joined, dtype, OptimSpec())
     except CheckpointError as e:

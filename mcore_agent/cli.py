@@ -53,13 +53,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _command(arguments: argparse.Namespace, words: list[str], started: float, stack: ExitStack) -> int:
     """Runs a command here or on ranks of its own; ``stack`` keeps the lock of the run folder."""
-    config = load_config(arguments.recipe, arguments.words, arguments.overlay)
+    config = load_config(arguments.recipe, arguments.words, arguments.overlay, arguments.gpu)
     if launch.first() and not (arguments.loss or arguments.checkpoint):
         from mcore_agent.config_rules import check_model
 
         check_model(config)
     if arguments.command == "check" and not arguments.loss:
-        return _check(config)
+        return _check(config, arguments.gpu)
     starts_ranks = config.world > 1 and not launch.launched()
     if not starts_ranks:
         launch.adopt_environment(config)
@@ -95,9 +95,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("words", nargs="*", metavar="key=value", help="override a key of the recipe")
         command.add_argument("--overlay", action="append", default=[], metavar="FILE", help="merge a further YAML file")
         if name == "check":
-            command.add_argument("--loss", nargs=2, metavar=("CKPT", "BATCH"), help="print the loss of a saved batch at a checkpoint")
+            kind = command.add_mutually_exclusive_group()
+            kind.add_argument("--loss", nargs=2, metavar=("CKPT", "BATCH"), help="print the loss of a saved batch at a checkpoint")
+            kind.add_argument("--gpu", metavar="TYPE", help="plan memory and time for this GPU: H100, H200, A100-80, B200, ...")
         else:
-            command.set_defaults(loss=None)
+            command.set_defaults(loss=None, gpu=None)
         if name in ("eval", "rollout"):
             command.add_argument("--checkpoint", metavar="CKPT", help="a checkpoint folder, or a run folder for its latest")
         else:
@@ -184,10 +186,10 @@ def checkpoint_folder(path: Path) -> Path:
     return latest
 
 
-def _check(config: Config) -> int:
+def _check(config: Config, gpu: str | None) -> int:
     from mcore_agent.plan_report import report
 
-    print(report(config))
+    print(report(config, gpu))
     return 0
 
 

@@ -18,6 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf import errors as oc_errors
 from yaml import YAMLError
 
+from mcore_agent.layout import Layout
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run."""
@@ -59,12 +61,27 @@ class ModelConfig:
 class LearnerConfig:
     tp: int = key(1, "tensor-parallel ranks", low=1)
     pp: int = key(1, "pipeline-parallel ranks", low=1)
+    vpp: int = key(1, "interleaved parts of the layers on each pipeline rank", low=1)
+    cp: int = key(1, "context-parallel ranks: they split the tokens of a micro-batch", low=1)
     dp: int = key(1, "data-parallel ranks", low=1)
-    ep: int = key(1, "expert-parallel ranks, taken from the data-parallel ones", low=1)
+    ep: int = key(1, "expert-parallel ranks, taken from the tp * cp * dp ranks of a stage", low=1)
+    etp: int = key(0, "tensor-parallel ranks of an expert; 0: as tp", low=0)
+    sp: str = key("auto", "sequence parallelism; auto: with tp above 1", choices=("auto", "on", "off"))
+    recompute: str = key("off", "activations that backward computes again", choices=("off", "selective", "full"))
+    dispatcher: str = key("alltoall", "how tokens travel to experts", choices=("alltoall", "allgather"))
+    grouped_gemm: str = key("auto", "experts of a layer as one product; auto: where it can (GPU, bf16)", choices=("auto", "on", "off"))
+    aux_loss: float = key(0.0, "weight of the routers' load-balancing loss; 0: off", low=0)
+    z_loss: float = key(0.0, "weight of the routers' z loss; 0: off", low=0)
     backend: str = key("auto", "communication", choices=("auto", "gloo", "nccl"))
+    optimizer: str = key("adamw", "what steps the weights", choices=("adamw", "sgd", "muon"))
     betas: list[float] = key([0.9, 0.95], "AdamW's decay rates")
     eps: float = key(1e-8, "AdamW's epsilon", low=0)
-    weight_decay: float = key(0.0, "AdamW's decay, not applied to norms and biases", low=0)
+    weight_decay: float = key(0.0, "decay per step in learning rates, not applied to norms and biases", low=0)
+    momentum: float = key(0.95, "sgd, muon: part of the last update direction that is kept", low=0)
+    nesterov: bool = key(True, "sgd, muon: look ahead by the momentum")
+    scale: str = key("rms_match", "muon: size of an update, as AdamW's or by fan-in", choices=("rms_match", "fan_in"))
+    rest_lr: float = key(1.0, "muon: learning rate of embeddings, head and norms, in learning rates of Muon", low=0)
+    offload: bool = key(False, "adamw: moments and master weights live in host memory (GPU, bf16)")
     clip_grad: float = key(1.0, "largest gradient norm; 0: no clipping", low=0)
 
 
@@ -72,6 +89,9 @@ class LearnerConfig:
 class PrecisionConfig:
     dtype: str = key("fp32", "of parameters and activations", choices=("fp32", "bf16"))
     fp8: str = key("off", "scaling recipe of FP8 matrix products", choices=("off", "delayed", "current", "blockwise", "mxfp8"))
+    fp8_format: str = key("hybrid", "e4m3, or hybrid: e5m2 for gradients of activations", choices=("hybrid", "e4m3"))
+    fp8_edge_bf16: int = key(0, "layers at either end of the model whose products stay in bf16", low=0)
+    fp8_params: bool = key(False, "weights of FP8 products are kept in FP8, beside fp32 master weights")
 
 
 @dataclass(frozen=True)
@@ -137,9 +157,16 @@ class Config:
         return dataclasses.asdict(self)
 
     @property
+    def layout(self) -> Layout:
+        """Of the learner's ranks. Raises LayoutError when there is no such layout."""
+        c = self.learner
+        sp = c.tp > 1 if c.sp == "auto" else c.sp == "on"
+        return Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, cp=c.cp, ep=c.ep, etp=c.etp, dp=c.dp, sp=sp)
+
+    @property
     def world(self) -> int:
         """Number of learner ranks."""
-        return self.learner.tp * self.learner.pp * self.learner.dp
+        return self.layout.world
 
     def steps(self, stage: StageConfig) -> int:
         return stage.steps or self.run.steps
@@ -148,8 +175,11 @@ class Config:
 # ------------------------------------------------------------------------------------------------- loading
 
 
-def load_config(recipe: str | Path, words: Sequence[str] = (), overlays: Sequence[str | Path] = ()) -> Config:
-    """Recipe, then overlays, then ``key=value`` words. Raises ConfigError; starts nothing."""
+def load_config(recipe: str | Path, words: Sequence[str] = (), overlays: Sequence[str | Path] = (), gpu: str | None = None) -> Config:
+    """Recipe, then overlays, then ``key=value`` words. Raises ConfigError; starts nothing.
+
+    It can run on this machine or, with ``gpu``, on one with such GPUs (``precision.GPUS``).
+    """
     merged = OmegaConf.structured(Config)
     for path in (recipe, *overlays):
         merged = _merge(merged, _read(path), str(path))
@@ -161,8 +191,21 @@ def load_config(recipe: str | Path, words: Sequence[str] = (), overlays: Sequenc
         raise ConfigError("recipe", str(recipe), _first_line(e), "Give the key a value") from e
     from mcore_agent.config_rules import check_rules
 
+    config = _switches(config)
     _check_fields(config, "")
-    check_rules(config)
+    check_rules(config, gpu)
+    return config
+
+
+def _switches(config: Config) -> Config:
+    """YAML reads the words on and off as true and false, also where a key has them among other words."""
+    for name, f in _all_keys(Config).items():
+        section, _, leaf = name.rpartition(".")
+        if section and "off" in f.metadata["choices"]:
+            part = getattr(config, section)
+            word = {"True": "on", "False": "off"}.get(getattr(part, leaf))
+            if word is not None:
+                config = dataclasses.replace(config, **{section: dataclasses.replace(part, **{leaf: word})})
     return config
 
 

@@ -6,13 +6,27 @@ from typing import Any
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, is_mcore, read_meta
 from mcore_agent.config import Config, ConfigError
+from mcore_agent.layout import LayoutError
+from mcore_agent.precision import Machine, PrecisionSpec, Split, check_precision, grouped_gemm, planned, this_machine
 from mcore_agent.registry import RegistryError, check, create, get
 
+NOTHING = "Nothing was started"
 
-def check_rules(config: Config) -> None:
-    """Raises ConfigError for the first rule that the configuration breaks."""
-    for rule in (_model, _variants, _sampling, _layout, _stages, _hardware, _family):
+
+def _value(c: Config, name: str) -> Any:
+    """What the configuration holds under ``section.key``."""
+    section, _, leaf = name.partition(".")
+    return c.to_dict()[section].get(leaf, "")
+
+
+def check_rules(config: Config, gpu: str | None = None) -> None:
+    """Raises ConfigError for the first rule that the configuration breaks, here or on a machine with ``gpu``."""
+    for rule in (_model, _variants, _sampling, _layout, _stages):
         rule(config)
+    if gpu is None:
+        _hardware(config)
+    _family(config)
+    _precision(config, gpu)
 
 
 def _model(c: Config) -> None:
@@ -69,9 +83,10 @@ def _sampling(c: Config) -> None:
 
 
 def _layout(c: Config) -> None:
-    if c.learner.dp % c.learner.ep:
-        raise ConfigError("learner.ep", c.learner.ep, f"does not divide learner.dp = {c.learner.dp}",
-                          f"Expert-parallel ranks are taken from data-parallel ones: use learner.dp={c.learner.ep}")  # fmt: skip
+    try:
+        _ = c.layout
+    except LayoutError as e:
+        raise ConfigError(e.key, _value(c, e.key), str(e), NOTHING) from e
     if len(c.learner.betas) != 2 or not all(0 <= b < 1 for b in c.learner.betas):
         raise ConfigError("learner.betas", c.learner.betas, "not two numbers in [0, 1)", "For example [0.9, 0.95]")
 
@@ -88,16 +103,31 @@ def _stages(c: Config) -> None:
 
 
 def _hardware(c: Config) -> None:
-    if c.learner.backend != "nccl" and c.precision.fp8 == "off":
+    if c.learner.backend != "nccl":
         return
     import torch
 
     if not torch.cuda.is_available():
-        if c.learner.backend == "nccl":
-            raise ConfigError("learner.backend", "nccl", "this machine has no CUDA GPU", "Use learner.backend=auto")
-        raise ConfigError("precision.fp8", c.precision.fp8, "FP8 needs a CUDA GPU and Transformer Engine", "Use precision.fp8=off")
-    if c.precision.fp8 != "off":
-        raise ConfigError("precision.fp8", c.precision.fp8, "this release does not train in FP8 yet", "Use precision.fp8=off")
+        raise ConfigError("learner.backend", "nccl", "this machine has no CUDA GPU", "Use learner.backend=auto")
+
+
+def precision_of(c: Config) -> PrecisionSpec:
+    p = c.precision
+    return PrecisionSpec(p.dtype, p.fp8, p.fp8_format, p.fp8_edge_bf16, p.fp8_params)
+
+
+def _precision(c: Config, gpu: str | None) -> None:
+    from ckpt_convert.families import family_of
+
+    spec, layout = precision_of(c), c.layout
+    machine = Machine()
+    if gpu is not None:
+        machine = planned(gpu)
+    elif spec.fp8 != "off" or c.learner.grouped_gemm == "on":  # else the machine does not matter, and torch need not load
+        machine = this_machine()
+    split = Split(layout.tp, layout.etp, layout.pp, c.learner.optimizer, c.learner.offload)
+    check_precision(spec, family_of(hf_config_of(c)).arch, split, machine)
+    grouped_gemm(c.learner.grouped_gemm, c.precision.dtype, machine)
 
 
 def hf_config_of(c: Config) -> dict[str, Any]:
@@ -122,11 +152,22 @@ def _family(c: Config) -> None:
     except ConvertError as e:
         name, value = ("model.path", c.model.path) if c.model.path else ("model.config", c.model.config)
         raise ConfigError(name, value, str(e), "See the table of models and layouts in the README") from e
-    for name, ranks in (("tp", c.learner.tp), ("pp", c.learner.pp), ("ep", c.learner.ep)):
+    layout = c.layout
+    sizes: list[dict[str, int]] = [{"tp": layout.tp}, {"pp": layout.pp}, {"ep": layout.ep}, {"etp": layout.etp}]
+    for size in (*sizes, {"vpp": layout.vpp, "pp": layout.pp}):
+        name, ranks = next(iter(size.items()))
         try:
-            family.check_layout(**{name: ranks})
+            family.check_layout(**size)
         except ConvertError as e:
             raise ConfigError(f"learner.{name}", ranks, str(e), "See the table of models and layouts in the README") from e
+    try:
+        layout.check_experts(family.arch.experts)
+    except LayoutError as e:
+        raise ConfigError(e.key, _value(c, e.key), str(e), NOTHING) from e
+    for name, default in (("dispatcher", "alltoall"), ("grouped_gemm", "auto"), ("aux_loss", 0.0), ("z_loss", 0.0)):
+        value = _value(c, f"learner.{name}")
+        if value != default and not family.arch.experts:
+            raise ConfigError(f"learner.{name}", value, "the model has no experts", "Leave the key out")
     longest = hf.get("max_position_embeddings", c.rollout.max_tokens)
     if c.rollout.max_tokens > longest:
         raise ConfigError("rollout.max_tokens", c.rollout.max_tokens, f"the model reads at most {longest} tokens", "Lower it")
@@ -149,4 +190,4 @@ def check_model(c: Config) -> None:
         else:
             check_source(family_of(hf_config_of(c)), SafetensorsSource(root))
     except ConvertError as e:
-        raise ConfigError("model.path", c.model.path, str(e), "Nothing was started") from e
+        raise ConfigError("model.path", c.model.path, str(e), NOTHING) from e

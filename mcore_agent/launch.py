@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -31,9 +32,13 @@ def first() -> bool:
 
 
 def join_launcher() -> None:
-    """A rank's first act: its place among the ranks, also under srun, and its end with whoever started it."""
+    """A rank's first act: its place among the ranks, also under srun, and its end with whoever started it.
+
+    A rank that dies in native code (SIGSEGV, SIGABRT, …) first prints the Python stack of all its threads.
+    """
     if not launched():
         return
+    faulthandler.enable(2)  # the descriptor: what sys.stderr is may change
     if "RANK" not in os.environ:
         slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
         os.environ.update({name: os.environ[source] for name, source in slurm.items()})

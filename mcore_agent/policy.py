@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from ckpt_convert.source import RandomSource, SafetensorsSource
 from ckpt_convert.write import carry_files, write_folder
 from mcore_agent.batch.microbatch import MicroBatch, Plan
 from mcore_agent.config import Config, threads_per_rank
-from mcore_agent.config_rules import hf_config_of
+from mcore_agent.config_rules import hf_config_of, precision_of
 from mcore_agent.learner import groups
-from mcore_agent.learner.learner import Layout, Learner, OptimSpec, StepStats
+from mcore_agent.learner.learner import Learner, OptimSpec, Setup, StepStats
+from mcore_agent.learner.moe_losses import RouterLosses
+from mcore_agent.learner.rescore import Rescorer
 from mcore_agent.learner.wait import open_line
 from mcore_agent.protocols import Engine, LossTerm
 from mcore_agent.registry import create
@@ -32,6 +35,23 @@ from mcore_agent.weights.publish import publish
 Parts = list[tuple[str, list[MicroBatch]]]  # ("train" or "probe", this rank's micro-batches)
 
 
+def optimizer_of(c: Config) -> OptimSpec:
+    """Raises OptimError for settings that contradict each other."""
+    o = c.learner
+    return OptimSpec(
+        betas=(o.betas[0], o.betas[1]),
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        clip_grad=o.clip_grad,
+        name=o.optimizer,
+        momentum=o.momentum,
+        nesterov=o.nesterov,
+        scale=o.scale,
+        rest_lr=o.rest_lr,
+        offload=o.offload,
+    )
+
+
 class Policy:
     """Methods are collective unless they say otherwise; ``engine`` is None except on rank 0."""
 
@@ -40,18 +60,21 @@ class Policy:
         self.config = config
         self.hf_config = hf_config_of(config)
         torch.set_num_threads(threads_per_rank(c))
-        layout = Layout(tp=c.learner.tp, pp=c.learner.pp, dp=c.learner.dp, ep=c.learner.ep)
-        self.groups = groups.initialize(layout, backend=c.learner.backend)
+        self.groups = groups.initialize(c.layout, backend=c.learner.backend)
         stack.callback(groups.destroy)
         self.rank = self.groups.rank
         self.line = stack.enter_context(open_line(self.groups))
-        optim = OptimSpec(
-            betas=(c.learner.betas[0], c.learner.betas[1]),
-            eps=c.learner.eps,
-            weight_decay=c.learner.weight_decay,
-            clip_grad=c.learner.clip_grad,
+        optim = optimizer_of(c)
+        losses = RouterLosses(aux=c.learner.aux_loss, z=c.learner.z_loss)
+        setup = Setup(
+            recompute=c.learner.recompute,
+            dispatcher=c.learner.dispatcher,
+            grouped_gemm=c.learner.grouped_gemm,
+            precision=precision_of(c),
+            losses=losses,
         )
-        self.learner = Learner(self.hf_config, self.groups, c.precision.dtype, optim, c.rollout.temperature)
+        self.learner = Learner(self.hf_config, self.groups, c.precision.dtype, optim, c.rollout.temperature, setup)
+        self.rescorer = Rescorer(self.learner, self.line, c.batch.token_budget)
         self.version = 0  # of the learner's weights: updates applied
         self.served = -1  # the version that the engine has
         self.engine: Engine | None = self._engine(stack) if self.rank == 0 else None
@@ -72,7 +95,9 @@ class Policy:
         return self._runner.run(work)
 
     def _hooks(self) -> dict[str, Any]:
+        memory = self.learner.offload
         hooks: dict[str, Any] = {"publish": self._publish, "update": self.learner.step, "save": self._save}
+        hooks |= {"trim": memory.trim, "sleep_learner": memory.sleep, "wake_learner": memory.wake}
         engine = self.engine
         if engine is not None:
             hooks |= {
@@ -84,6 +109,7 @@ class Policy:
         return hooks
 
     def _publish(self) -> None:
+        self.learner.offload.need("publish its weights", parameters_only=True)
         tensors = export(self.learner.model)
         if self.engine is not None:
             self.run(publish(self.engine, tensors, self.version))
@@ -133,10 +159,12 @@ class Policy:
         """A stage begins (``fresh``) or goes on."""
         self.learner.temperature = temperature
         if fresh:
+            self._train_mode()
             self.learner.reset_optimizer()
 
     def keep_reference(self, folder: Path, fresh: bool) -> None:
         """The weights of the stage's start become the reference policy, kept in ``folder`` for a resume."""
+        self._train_mode()
         if fresh:
             partial = folder.with_name(folder.name + ".partial")
             if self.rank == 0:
@@ -146,23 +174,17 @@ class Policy:
             self.learner.save(partial, weights_only=True)
             if self.rank == 0:
                 finish_folder(partial, folder)
-            self.learner.snapshot_reference()
+            self.learner.snapshot("reference")
         else:
             self.learner.load(folder, weights_only=True)
-            self.learner.snapshot_reference()
+            self.learner.snapshot("reference")
             self.learner.load(self._loaded / TENSORS)
 
     def reference_logp(self, plan: Plan | None) -> list[list[np.ndarray]] | None:
         """Rank 0 gives a plan and gets the reference policy's log-probabilities ``[dp rank][slot]``, each [T]."""
-        dealt = ([("reference", plan)] if plan is not None and not plan.empty else []) if self.rank == 0 else None
-        parts = self.deal(dealt)
-        logp = self.learner.logprobs(parts[0][1], reference=True) if parts else []
-        found: list[Any] = [None] * self.groups.layout.world
-        if self.groups.layout.world > 1:
-            dist.all_gather_object(found, (self.groups.dp_rank, logp))
-        else:
-            found = [(0, logp)]
-        return [dict(found)[r] for r in range(self.groups.layout.dp)] if self.rank == 0 else None
+        self._train_mode()
+        found = self.rescorer.outputs(plan, under="reference")
+        return None if found is None else [[out["logp"] for out in rank] for rank in found]
 
     def deal(self, plans: list[tuple[str, Plan]] | None) -> Parts:
         """Each data-parallel rank gets its micro-batches from rank 0, which alone has ``plans``."""
@@ -178,6 +200,7 @@ class Policy:
         probed, passes_s = False, 0.0
         for kind, micro in parts:
             if kind == "probe":
+                self._train_mode()
                 clock = time.monotonic()
                 gap, probed = _largest_gap(micro, self.learner.logprobs(micro)), True
                 passes_s += time.monotonic() - clock
@@ -233,8 +256,7 @@ class Policy:
     def describe(self, folder: Path, files: Path) -> None:
         """Rank 0, after ``save``: config, tokenizer and meta data make the folder a model by itself."""
         carry_files(files, folder / HF)
-        layout = self.groups.layout
-        ranks = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "dp": layout.dp}
+        ranks = asdict(self.groups.layout)
         write_meta(folder, Meta(self.learner.model.family.model_type, self.config.precision.dtype, ranks))
 
     def state_dict(self) -> dict[str, Any]:

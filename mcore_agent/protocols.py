@@ -200,6 +200,11 @@ class ModelOut:
 
     logp: "torch.Tensor"  # [T] log-probability of each token at the run's temperature; 0 at the first of a row
     entropy: "torch.Tensor | None" = None  # [T] of the distribution that token t was drawn from; only if needed
+    log_sum: "torch.Tensor | None" = None  # [T] logsumexp of that distribution's logits over temperature; only if needed
+    top_logp: "torch.Tensor | None" = None  # [T, k] its highest log-probabilities, falling; only if needed
+    top_ids: "torch.Tensor | None" = None  # [T, k] and their token ids; both 0 at the first of a row
+    hidden: "torch.Tensor | None" = None  # [n, h] hidden states at the n positions asked for
+    value: "torch.Tensor | None" = None  # [T] of the state that token t was drawn in; only if needed
 
 
 @runtime_checkable

@@ -44,7 +44,7 @@ class RankError(AssertionError):
 class Ranks:
     """Processes, started when first needed; world sizes up to ``most`` use the first of them."""
 
-    def __init__(self, most: int = 4):
+    def __init__(self, most: int = 8):
         self.most = most
         self._processes: list[subprocess.Popen] = []
         self._lines: list[Connection] = []

@@ -42,11 +42,24 @@ REFUSED = {
     "learner.tp=3": r"tp=3 does not divide the model's num_key_value_heads \(2\); use one of 1, 2",
     "learner.tp=4": r"tp=4 does not divide the model's num_key_value_heads",
     "learner.pp=4": r"pp=4 does not divide the model's num_hidden_layers \(2\)",
-    "learner.ep=2": r"learner\.ep = 2: does not divide learner\.dp = 1.*learner\.dp=2",
+    "learner.ep=2": r"learner\.ep = 2: .*a pipeline stage has 1 ranks \(tp \* cp \* dp\).*set learner\.ep to 1",
+    "learner.dp=2 learner.ep=2": r"learner\.ep = 2: .*no experts to split; set learner\.ep to 1",
+    "learner.vpp=2": r"learner\.vpp = 2: .*no stages to interleave",
+    "learner.pp=2 learner.vpp=2": r"learner\.vpp = 2: vpp=2 does not divide the model's layers of a stage of pp=2 \(1\); use one of 1",
+    "learner.sp=on": r"learner\.sp = 'on': .*no ranks to split over",
+    "learner.dispatcher=allgather": r"learner\.dispatcher = 'allgather': the model has no experts",
     "learner.betas=[0.9]": r"learner\.betas = \[0\.9\]: not two numbers",
     "learner.backend=nccl": r"learner\.backend = 'nccl': this machine has no CUDA GPU.*backend=auto",
     "learner.backend=mpi": r"learner\.backend = 'mpi': not a legal value.*auto, gloo, nccl",
     "precision.fp8=delayed": r"precision\.fp8 = 'delayed': FP8 needs a CUDA GPU",
+    "precision.fp8=blockwise precision.dtype=bf16": r"precision\.fp8 = 'blockwise': FP8 needs a CUDA GPU.*precision\.fp8=off.*--gpu",
+    "precision.fp8_params=true": r"precision\.fp8_params = True: has no effect while precision\.fp8 is off",
+    "precision.fp8_edge_bf16=1": r"precision\.fp8_edge_bf16 = 1: has no effect while precision\.fp8 is off",
+    "precision.fp8_edge_bf16=-1": r"precision\.fp8_edge_bf16 = -1: below 0",
+    "precision.fp8_format=e4m3": r"precision\.fp8_format = 'e4m3': has no effect while precision\.fp8 is off",
+    "precision.fp8_format=e5m2": r"precision\.fp8_format = 'e5m2': not a legal value.*hybrid, e4m3",
+    "learner.grouped_gemm=on": r"learner\.grouped_gemm = 'on': the model has no experts",
+    "learner.grouped_gemm=maybe": r"learner\.grouped_gemm = 'maybe': not a legal value.*auto, on, off",
     "precision.fp8=e4m3": r"precision\.fp8 = 'e4m3': not a legal value",
     "batch.minibatches=9": r"batch\.minibatches = 9: there are only 8 groups",
     "model.path=nowhere": r"model\.path = 'nowhere': exactly one of model\.path and model\.config",
@@ -71,7 +84,45 @@ REFUSED = {
 @pytest.mark.parametrize("word", REFUSED)
 def test_refused(word):
     with pytest.raises(ConfigError, match=REFUSED[word]):
-        load_config(QUICKSTART, [word])
+        load_config(QUICKSTART, re.split(r" (?=learner\.|precision\.)", word))
+
+
+def test_on_and_off_are_words_where_there_are_others(tmp_path):
+    """YAML 1.1 takes them for booleans."""
+    words = ["learner.recompute=off", "learner.sp=off", "precision.fp8=off", "learner.tp=2", "run.export=on"]
+    c = load_config(QUICKSTART, words)
+    assert (c.learner.recompute, c.learner.sp, c.precision.fp8, c.run.export) == ("off", "off", "off", True)
+    (tmp_path / "overlay.yaml").write_text("learner: {tp: 2, sp: on, grouped_gemm: off}\n")
+    assert load_config(RECIPES / "quickstart_moe.yaml", [], [tmp_path / "overlay.yaml"]).learner.sp == "on"
+
+
+FP8 = ["precision.dtype=bf16", "precision.fp8=current"]
+
+
+def test_what_is_planned_for_a_gpu_may_need_one():
+    c = load_config(QUICKSTART, [*FP8, "learner.backend=nccl", "precision.fp8_params=true"], gpu="H100")
+    assert (c.precision.fp8, c.precision.fp8_params, c.learner.backend) == ("current", True, "nccl")
+    assert load_config(RECIPES / "quickstart_moe.yaml", ["learner.grouped_gemm=on", "precision.dtype=bf16"], gpu="H100")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "gpu", "said"),
+    [
+        ("quickstart", [*FP8, "precision.fp8=mxfp8"], "H100", r"precision\.fp8 = 'mxfp8': .*H100 has 9\.0.*precision\.fp8=blockwise"),
+        ("quickstart", FP8, "A100-80", r"precision\.fp8 = 'current': .*A100-80 has 8\.0.*precision\.fp8=off"),
+        ("quickstart", FP8[1:], "H100", r"precision\.dtype = 'fp32': .*precision\.dtype=bf16"),
+        ("quickstart", [*FP8, "precision.fp8_edge_bf16=1"], "H100", r"precision\.fp8_edge_bf16 = 1: 2 layers .*fp8_edge_bf16=0"),
+        ("quickstart", [*FP8, "model.config.hidden_size=72"], "H100", r"precision\.fp8 = 'current': the hidden size is 72.*16"),
+        ("quickstart", [*FP8, "precision.fp8_params=true", "learner.optimizer=muon"], "H100", r"fp8_params = True: .*muon"),
+        ("quickstart", [*FP8, "precision.fp8_params=true", "learner.offload=true"], "H100", r"fp8_params = True: .*learner\.offload=false"),
+        ("quickstart", [], "H101", r"--gpu = 'H101': .*H100"),
+        ("quickstart_moe", ["learner.grouped_gemm=on"], None, r"learner\.grouped_gemm = 'on': .*a CUDA GPU.*grouped_gemm=auto"),
+        ("quickstart_moe", ["learner.grouped_gemm=on"], "H100", r"learner\.grouped_gemm = 'on': .*precision\.dtype=bf16"),
+    ],
+)
+def test_precision_that_the_planned_machine_or_the_model_lacks(recipe, words, gpu, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(RECIPES / f"{recipe}.yaml", words, gpu=gpu)
 
 
 def test_files_that_are_no_recipe(tmp_path):

@@ -8,11 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (
-    {"types", "protocols", "registry", "metrics", "state", "sandbox", "ckpt_convert"},
+    {"types", "protocols", "registry", "metrics", "state", "sandbox", "layout", "ckpt_convert"},
     {"task", "env", "reward", "credit", "loss", "context"},
-    {"config", "config_rules", "batch", "agent"},
+    {"config", "config_rules", "precision", "batch", "agent"},
     {"rollout", "learner", "weights"},
-    {"loop", "session", "lead", "policy", "offline", "plan_report", "summary"},
+    {"loop", "session", "lead", "policy", "offline", "plan_report", "memory_plan", "summary"},
     {"cli", "launch"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

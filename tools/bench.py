@@ -2,9 +2,11 @@
 
     python tools/bench.py learner     tokens per CPU-second of the learner, against transformers
     python tools/bench.py rollout     the same of the local engine, against transformers' generate
+    python tools/bench.py packing     tokens per CPU-second of packed rows, against padded ones and against rows of one length
+    python tools/bench.py head        log-probabilities of 4,096 tokens at vocabulary 152,064: memory, distance, time
     python tools/bench.py quickstart  trains the quickstart and says where the time of its steps went
     python tools/bench.py step RUN    the same of a run folder
-    python tools/bench.py all         learner, rollout and quickstart
+    python tools/bench.py all         learner, rollout, packing, head and quickstart
 """
 
 import argparse
@@ -29,6 +31,24 @@ def rollout(repeats: int) -> None:
     import bench_rollout
 
     _print("local engine, 135M shape, batch 8, prompt 200 + 64 new", bench_rollout.run(repeats), 0.95)
+
+
+def packing(repeats: int) -> None:
+    import bench_packing
+
+    result = bench_packing.run(repeats)
+    print(json.dumps(result, indent=1, default=float))
+    for other, target in (("padded", 2.50), ("dense", 0.95)):
+        print(f"packed rows, 7M shape, against {other} ones: median ratio {result[f'of_{other}']:.3f} (at least {target})")
+
+
+def head(repeats: int) -> None:
+    import bench_head
+
+    result = bench_head.run(repeats)
+    _print("head, forward and backward against all logits at once", result, 0.75)
+    print(f"peak memory: {result['memory_chunks']:.2f} chunks of fp32 logits (at most 3.5)")
+    print(f"distance: {max(result['logp_distance'], result['entropy_distance']):.1e} (at most 1e-6)")
 
 
 def _print(what: str, result: dict, target: float) -> None:
@@ -69,7 +89,7 @@ def quickstart() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("learner", "rollout", "quickstart", "step", "all"))
+    parser.add_argument("what", choices=("learner", "rollout", "packing", "head", "quickstart", "step", "all"))
     parser.add_argument("run", nargs="?", type=Path, help="step: a run folder")
     parser.add_argument("--repeats", type=int, default=7, help="alternations (default 7)")
     arguments = parser.parse_args()
@@ -81,6 +101,10 @@ def main() -> None:
         learner(arguments.repeats)
     if arguments.what in ("rollout", "all"):
         rollout(arguments.repeats)
+    if arguments.what in ("packing", "all"):
+        packing(arguments.repeats)
+    if arguments.what in ("head", "all"):
+        head(arguments.repeats)
     if arguments.what in ("quickstart", "all"):
         quickstart()
 

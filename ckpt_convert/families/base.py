@@ -111,16 +111,21 @@ class Family:
                 raise ConvertError(f"{len(shards)} shards of {name} make {hf} {made}, but the config implies {shape}")
         return out
 
-    def check_layout(self, tp: int = 1, pp: int = 1, ep: int = 1) -> None:
-        """Raises ConvertError when the model cannot be split so."""
+    def check_layout(self, tp: int = 1, pp: int = 1, ep: int = 1, vpp: int = 1, etp: int = 1) -> None:
+        """Raises ConvertError, naming the nearest legal values, when the model cannot be split so.
+
+        A stage of ``pp`` has ``vpp`` parts of the layers; ``etp`` counts only where there are experts.
+        """
         a = self.arch
         splits = [
             ("tp", tp, "num_key_value_heads", a.groups),
             ("tp", tp, "num_attention_heads", a.heads),
-            ("tp", tp, "moe_intermediate_size" if a.experts else "intermediate_size", a.expert_ffn or a.ffn),
+            ("etp", etp, "moe_intermediate_size", a.expert_ffn) if a.experts else ("tp", tp, "intermediate_size", a.ffn),
             ("pp", pp, "num_hidden_layers", a.layers),
             ("ep", ep, "number of experts", a.experts or 1),
         ]
+        if pp > 0 and a.layers % pp == 0:
+            splits.append(("vpp", vpp, f"layers of a stage of pp={pp}", a.layers // pp))
         for key, value, what, size in splits:
             if value < 1 or size % value:
                 ways = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)

@@ -33,6 +33,7 @@ class MicroBatch:
     lengths: np.ndarray  # [n] int64, each at least 1
     rows: np.ndarray  # [n] int64, index in the global batch, -1: filler
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> [T] float32
+    routing: np.ndarray | None = None  # [T, layers with experts, k] int32: experts to replay
 
     def __post_init__(self):
         check_rows(self)
@@ -108,6 +109,8 @@ def check_rows(record: Any) -> None:
     size = len(record.tokens)
     if np.any(record.lengths < 1) or record.lengths.sum() != size:
         raise PlanError(f"lengths {record.lengths.tolist()} do not add up to {size} tokens, each at least 1")
+    if record.routing is not None and (record.routing.ndim != 3 or len(record.routing) != size):
+        raise PlanError(f"routing has shape {record.routing.shape}, expected ({size}, layers, experts per token)")
     if len(record.rows) != len(record.lengths):
         raise PlanError(f"{len(record.rows)} row indices for {len(record.lengths)} rows")
     for name, values in record.columns.items():

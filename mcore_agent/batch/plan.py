@@ -91,6 +91,7 @@ def _micro(rows: RowSet, starts: np.ndarray, chosen: list[int]) -> MicroBatch:
         lengths=rows.lengths[chosen],
         rows=rows.rows[chosen],
         columns={name: values[at] for name, values in rows.columns.items()},
+        routing=None if rows.routing is None else rows.routing[at],
     )
 
 

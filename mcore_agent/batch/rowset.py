@@ -24,6 +24,7 @@ class RowSet:
     rows: np.ndarray  # [n] int64, index in the global batch, ascending
     count: int
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> [T] float32
+    routing: np.ndarray | None = None  # [T, layers with experts, k] int32: experts to replay
 
     def __post_init__(self):
         check_rows(self)
@@ -33,6 +34,8 @@ class RowSet:
     def save(self, path: Path | str) -> None:
         """Writes one npz file, at ``path`` exactly."""
         arrays = {f"column/{name}": values for name, values in self.columns.items()}
+        if self.routing is not None:
+            arrays["routing"] = self.routing
         with open(path, "wb") as file:
             np.savez(file, allow_pickle=False, tokens=self.tokens, lengths=self.lengths, rows=self.rows,
                      count=np.int64(self.count), **arrays)  # fmt: skip
@@ -48,7 +51,7 @@ class RowSet:
                 file = np.load(stream, allow_pickle=False)
                 arrays = {name: file[name] for name in file.files}
             columns = {name.removeprefix("column/"): v for name, v in arrays.items() if name.startswith("column/")}
-            return cls(arrays["tokens"], arrays["lengths"], arrays["rows"], int(arrays["count"]), columns)
+            return cls(arrays["tokens"], arrays["lengths"], arrays["rows"], int(arrays["count"]), columns, arrays.get("routing"))
         except (BadZipFile, EOFError, KeyError, ValueError) as error:
             raise PlanError(f"{path} is not a saved batch, or was cut off: {error}") from error
 

@@ -4,12 +4,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_agent.learner.model import Model
 from mcore_agent.learner.optimizer import live_parts
+from mcore_agent.learner.value import NAME as VALUE_HEAD
 
 SHARDING = "fully_reshardable"
 
@@ -31,7 +33,8 @@ def _sharded(model: Model, optimizer: ChainedOptimizer | None, loading: bool) ->
     """Tensors by their global names. How the optimizer is divided into parts depends on the layout, so of what is not
     a tensor only the step count is kept, which is common to all parts; the rest follows from the configuration."""
     metadata = _metadata()
-    state: dict[str, Any] = {"model": model.modules[0].sharded_state_dict(metadata=metadata)}
+    # interleaved parts count their layers over the whole model, so that their names do not clash
+    state: dict[str, Any] = {f"model{i}": module.sharded_state_dict(metadata=metadata) for i, module in enumerate(model.modules)}
     if optimizer is not None:
         made = [part.sharded_state_dict(state, is_loading=loading, metadata=metadata) for part in live_parts(optimizer)]
         state["optimizer"] = {str(i): part["param_state"] for i, part in enumerate(made)}
@@ -62,13 +65,16 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None
     Raises CheckpointError when the files are damaged, or are those of another model.
     """
     try:
-        state = dist_checkpointing.load(_sharded(model, optimizer, loading=True), str(folder))
+        asked = _sharded(model, optimizer, loading=True)
+        fresh = _without_value_head(asked, folder) if optimizer is None else {}
+        state = dist_checkpointing.load(asked, str(folder))
     except (Exception, CheckpointException) as e:  # whatever unpickling damaged bytes may raise
         raise CheckpointError(
             f"{folder}: the tensors cannot be read ({_last_line(e)}); they are damaged or of another model: "
             "copy them again, or delete the checkpoint to go on from the one before"
         ) from e
-    model.modules[0].load_state_dict(state["model"])
+    for i, module in enumerate(model.modules):
+        module.load_state_dict(state[f"model{i}"] | fresh.get(f"model{i}", {}))
     if optimizer is None:
         return
     for i, part in enumerate(live_parts(optimizer)):
@@ -76,6 +82,20 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None
         for group in own["optimizer"]["param_groups"]:
             group["step"] = state["step"]
         part.load_state_dict(own | {"param_state": state["optimizer"][str(i)], "param_state_sharding_type": SHARDING})
+
+
+def _without_value_head(asked: dict[str, Any], folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Leaves a value head out of what is asked for when the checkpoint has none: weights of a policy start a critic.
+
+    Returns what it starts from instead: zeros.
+    """
+    if any(key.startswith(VALUE_HEAD) for key in dist_checkpointing.load_tensors_metadata(str(folder))):
+        return {}
+    fresh = {}
+    for part, state in asked.items():
+        names = [name for name in state if name.startswith(VALUE_HEAD)] if part.startswith("model") else []
+        fresh[part] = {name: torch.zeros_like(state.pop(name).data) for name in names}
+    return fresh
 
 
 def _last_line(e: BaseException) -> str:

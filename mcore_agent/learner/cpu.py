@@ -47,6 +47,7 @@ def install() -> bool:
     _import_without_compile()
     _patch_megatron_rng()
     _patch_all_to_all_splits()
+    _patch_uneven_gathers()
     return True
 
 
@@ -181,14 +182,17 @@ def _patch_factories() -> None:
 
 
 def _patch_type_strings() -> None:
-    """0.19.2's optimizers compare ``tensor.type()`` with ``torch.cuda.*`` strings (clip_grads, distrib_optimizer)."""
+    """0.19.2's optimizers compare ``tensor.type()`` with ``torch.cuda.*`` strings (clip_grads, distrib_optimizer).
+
+    They know no float64, which tests compute in: it passes for float32, the other type that needs no master copy.
+    """
     original = torch.Tensor.type
 
     @functools.wraps(original)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if isinstance(result, str) and not result.startswith("torch.cuda."):
-            return result.replace("torch.", "torch.cuda.", 1)
+            return result.replace("torch.", "torch.cuda.", 1).replace("DoubleTensor", "FloatTensor")
         return result
 
     torch.Tensor.type = type_  # type: ignore[assignment,method-assign]
@@ -266,3 +270,31 @@ def _patch_all_to_all_splits() -> None:
 
     moe_utils.maybe_move_tensor_to_cpu = to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _patch_uneven_gathers() -> None:
+    """0.19.2 gathers and scatters parts of different sizes (tokens of split experts), which only NCCL can do; all-to-all can."""
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return even_gather(input_, group, output_split_sizes, use_global_buffer)
+        sizes = [int(n) for n in output_split_sizes]
+        out = input_.new_empty((sum(sizes), *input_.shape[1:]))
+        everyone = input_.contiguous().repeat(group.size(), *[1] * (input_.dim() - 1))
+        torch.distributed.all_to_all_single(out, everyone, sizes, [len(input_)] * group.size(), group=group)
+        return out
+
+    def scatter(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return even_scatter(input_, group, input_split_sizes, use_global_buffer)
+        sizes = [int(n) for n in input_split_sizes]
+        own = sizes[group.rank()]
+        parts = input_.new_empty((own * group.size(), *input_.shape[1:]))
+        torch.distributed.all_to_all_single(parts, input_.contiguous(), [own] * group.size(), sizes, group=group)
+        return parts.unflatten(0, (group.size(), own)).sum(0)
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter

@@ -10,56 +10,29 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-
-class LayoutError(ValueError):
-    """A parallel layout that cannot be: the message names the key, the value, the reason and a way out."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How many ranks share what. ``world = tp * pp * dp``; the experts of a layer are split over ``ep`` of the
-    ``dp`` ranks, and each expert over ``tp``.
-
-    >>> Layout(tp=2, dp=4, ep=2).world
-    8
-    """
-
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    dp: int = 1
-
-    def __post_init__(self):
-        for key in ("tp", "pp", "ep", "dp"):
-            if getattr(self, key) < 1:
-                raise LayoutError(f"learner.{key} is {getattr(self, key)}; it counts ranks, so it is at least 1")
-        if self.dp % self.ep:
-            raise LayoutError(
-                f"learner.ep is {self.ep} but learner.dp is {self.dp}: experts are split over data-parallel ranks, "
-                f"so ep must divide dp; set learner.dp to a multiple of {self.ep}"
-            )
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.pp * self.dp
+from mcore_agent.layout import Layout, LayoutError
 
 
 @dataclass(frozen=True)
 class Groups:
     """This rank's place in each group, and the groups.
 
-    Ranks are numbered ``tp + TP * (dp + DP * pp)``; ``ep_rank`` is ``dp_rank % EP``.
+    Ranks are numbered ``tp + TP * (cp + CP * (dp + DP * pp))``; as holders of experts
+    ``etp + ETP * (ep + EP * (expert_dp + EDP * pp))``.
     """
 
     layout: Layout
     rank: int
     tp_rank: int
     pp_rank: int
+    cp_rank: int
     dp_rank: int
     ep_rank: int
+    etp_rank: int
     tp: Any  # ranks that split the same tensors
     pp: Any  # the stages of one replica
-    dp: Any  # ranks that hold the same dense parameters
+    cp: Any  # ranks that split the same micro-batch
+    dp: Any  # ranks that hold the same dense parameters and have other micro-batches
     ep: Any  # ranks that hold the different experts of one layer
 
     @property
@@ -70,8 +43,18 @@ class Groups:
     def last_stage(self) -> bool:
         return self.pp_rank == self.layout.pp - 1
 
-    def global_rank(self, tp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        return tp + self.layout.tp * (dp + self.layout.dp * pp)
+    def global_rank(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        n = self.layout
+        return tp + n.tp * (cp + n.cp * (dp + n.dp * pp))
+
+    def expert_rank(self, etp: int = 0, ep: int = 0, pp: int = 0) -> int:
+        """The first rank that holds this part of these experts."""
+        n = self.layout
+        return etp + n.etp * (ep + n.ep * (n.expert_dp * pp))
+
+    def shard(self, expert: bool) -> tuple[int, int]:
+        """(parts, this rank's part) of a parameter that is split over tensor-parallel ranks."""
+        return (self.layout.etp, self.etp_rank) if expert else (self.layout.tp, self.tp_rank)
 
 
 def device() -> torch.device:
@@ -116,16 +99,18 @@ def initialize(
             dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if dist.get_world_size() != layout.world:
         raise LayoutError(
-            f"the layout {layout} needs {layout.world} ranks (tp * pp * dp) but {dist.get_world_size()} run; "
-            f"start {layout.world} ranks or change learner.tp, learner.pp or learner.dp"
+            f"the layout {layout} needs {layout.world} ranks (tp * cp * dp * pp) but {dist.get_world_size()} run; "
+            f"start {layout.world} ranks or change learner.tp, pp, cp or dp"
         )
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.tp,
+        expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=max(1, int(timeout_s // 60)),
         create_gloo_process_groups=False,
     )
@@ -140,8 +125,12 @@ def current(layout: Layout) -> Groups:
     made = Layout(
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        vpp=layout.vpp,  # a rank has its own parts, so neither this nor sp shows in the groups
+        cp=parallel_state.get_context_parallel_world_size(),
         ep=parallel_state.get_expert_model_parallel_world_size(),
+        etp=parallel_state.get_expert_tensor_parallel_world_size(),
         dp=parallel_state.get_data_parallel_world_size(),
+        sp=layout.sp,
     )
     if made != layout:
         raise LayoutError(f"the process groups are those of {made}, not of {layout}; call groups.initialize again")
@@ -150,10 +139,13 @@ def current(layout: Layout) -> Groups:
         rank=dist.get_rank(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         ep=parallel_state.get_expert_model_parallel_group(),
     )

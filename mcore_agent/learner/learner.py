@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from ckpt_convert.source import TensorSource, check_source
 from mcore_agent.batch.microbatch import MicroBatch
 from mcore_agent.learner import checkpoint, optimizer
 from mcore_agent.learner.groups import Groups, Layout
-from mcore_agent.learner.model import Model, build
+from mcore_agent.learner.model import PLAIN, Model, Setup, build
+from mcore_agent.learner.offload import Offload
 from mcore_agent.learner.optimizer import OptimSpec
-from mcore_agent.learner.step import LearnerError, Pass, run
+from mcore_agent.learner.step import Ask, LearnerError, Pass, run
+from mcore_agent.learner.value import NAME as VALUE_HEAD
 from mcore_agent.protocols import LossTerm
 
-__all__ = ["Layout", "Learner", "LearnerError", "OptimSpec", "StepStats"]
+__all__ = ["Layout", "Learner", "LearnerError", "OptimSpec", "Setup", "StepStats"]
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,29 @@ class Learner:
 
     ``hf_config`` is the content of a Hugging Face ``config.json``; the model follows from it alone. The weights are
     undefined until ``load_weights`` or ``load``. ``temperature`` is that of all log-probabilities and may be set anew.
-    Raises ConvertError or LayoutError for a model that cannot be, or cannot be split so.
+    Raises ConvertError or LayoutError for a model that cannot be, or cannot be split so. Its memory may be given back
+    (``offload``); what then needs it raises OffloadError.
     """
 
-    def __init__(self, hf_config: Mapping[str, Any], groups: Groups, dtype: str, optim: OptimSpec, temperature: float = 1.0):
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        groups: Groups,
+        dtype: str,
+        optim: OptimSpec,
+        temperature: float = 1.0,
+        setup: Setup = PLAIN,
+    ):
         self.spec = optim
         self.temperature = temperature
         self.groups = groups
-        self.model: Model = build(family_of(hf_config), groups, dtype)
+        self.model: Model = build(family_of(hf_config), groups, dtype, replace(setup, whole_matrices=optim.whole_matrices))
         self.optimizer = optimizer.make(self.model, optim)
-        self._reference: list[torch.Tensor] | None = None
+        # a machine without a GPU has only the memory that the copies would be in
+        self.offload = Offload(self.model.chunks, self.optimizer, to_host=torch.cuda.is_available())
+        self._kept: dict[str, list[torch.Tensor]] = {}
+        self.snapshots: dict[str, int] = {}  # name of each snapshot: how many of any name had been taken
+        self._taken = 0
 
     # ------------------------------------------------------------------------------------------------- weights
 
@@ -61,23 +76,32 @@ class Learner:
 
         Raises ConvertError unless the source holds exactly the tensors that the config implies.
         """
+        self.offload.need("load weights")
         check_source(self.model.family, source)
-        layout, rank = self.groups.layout, self.groups.tp_rank
         with torch.no_grad():
             for name, parameter in self.model.parameters().items():
-                parameter.copy_(self.model.family.to_mcore(name, source.get, layout.tp, rank))
+                if name.startswith(VALUE_HEAD):  # no checkpoint of other makers has one
+                    parameter.zero_()
+                else:
+                    parameter.copy_(self.model.shard(name, source.get))
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
         """Forgets moments and step counts; the weights stay."""
+        self.offload.need("start its optimizer afresh")
         optimizer.reset(self.optimizer)
 
     def save(self, folder: Path, weights_only: bool = False) -> None:
-        """Writes weights and optimizer state into an existing empty folder; see ``checkpoint.save``."""
-        checkpoint.save(folder, self.model, None if weights_only else self.optimizer)
+        """Writes weights and optimizer state into an existing empty folder; see ``checkpoint.save``.
+
+        What had been given back is here again for that time only.
+        """
+        with self.offload.awake():
+            checkpoint.save(folder, self.model, None if weights_only else self.optimizer)
 
     def load(self, folder: Path, weights_only: bool = False) -> None:
         """Reads a checkpoint of any layout. With ``weights_only`` the optimizer starts afresh."""
+        self.offload.need("load a checkpoint")
         checkpoint.load(folder, self.model, None if weights_only else self.optimizer)
         if weights_only:
             self.reset_optimizer()
@@ -96,39 +120,68 @@ class Learner:
 
     def gradients(self, micro: Sequence[MicroBatch], terms: Sequence[LossTerm]) -> Pass:
         """Fresh gradients in every parameter's ``main_grad``, reduced over ranks, without an update."""
+        self.offload.need("compute gradients")
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        done = run(self.model, micro, terms, self.temperature, gradients=True)
+        done = run(self.model, micro, Ask(terms, self.temperature), gradients=True)
         if self.groups.layout.world > 1:  # alone there is nothing to reduce, and it would copy all gradients
             finalize_model_grads(self.model.chunks, None)
         return done
 
     def loss(self, micro: Sequence[MicroBatch], terms: Sequence[LossTerm]) -> float:
         """The global loss, without gradients."""
-        return run(self.model, micro, terms, self.temperature, gradients=False).loss
+        self.offload.need("compute a loss", parameters_only=True)
+        return run(self.model, micro, Ask(terms, self.temperature), gradients=False).loss
 
-    def logprobs(self, micro: Sequence[MicroBatch], reference: bool = False) -> list[np.ndarray]:
-        """Per micro-batch ``[T]`` float32, without gradients; ``reference``: under the weights of the snapshot."""
-        if not reference:
-            return run(self.model, micro, (), self.temperature, gradients=False).logp
-        with self._reference_weights():
-            return run(self.model, micro, (), self.temperature, gradients=False).logp
+    def outputs(
+        self, micro: Sequence[MicroBatch], report: Iterable[str] = (), *, top_k: int = 0, under: str | None = None
+    ) -> list[dict[str, np.ndarray]]:
+        """Per micro-batch ``logp`` [T] and the outputs named in ``report`` (``ModelOut``), without gradients.
 
-    def snapshot_reference(self) -> None:
-        """Keeps a copy of the current weights as the reference policy, in place of an earlier one."""
-        self._reference = [p.detach().clone() for p in self.model.parameters().values()]
+        ``under``: with the weights of that snapshot instead of the current ones. Raises LearnerError when there is none.
+        """
+        self.offload.need("compute log-probabilities", parameters_only=True)
+        ask = Ask((), self.temperature, frozenset(report), top_k)
+        with self._weights_of(under) if under else nullcontext():
+            return run(self.model, micro, ask, gradients=False).outputs
+
+    def logprobs(self, micro: Sequence[MicroBatch], under: str | None = None) -> list[np.ndarray]:
+        """Per micro-batch [T]; see ``outputs``."""
+        return [found["logp"] for found in self.outputs(micro, under=under)]
+
+    # ----------------------------------------------------------------------------------------- other weights
+
+    def snapshot(self, name: str) -> None:
+        """Keeps a copy of the current weights, in host memory, in place of an earlier one of that name."""
+        self.offload.need("keep its weights", parameters_only=True)
+        self._taken += 1
+        self.snapshots[name] = self._taken
+        self._kept[name] = [p.detach().to("cpu", copy=True) for p in self.model.parameters().values()]
+
+    def drop(self, name: str) -> None:
+        """Forgets a snapshot, if there is one of that name."""
+        self._kept.pop(name, None)
+        self.snapshots.pop(name, None)
 
     @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        if self._reference is None:
-            raise LearnerError("there is no reference policy: call snapshot_reference first")
-        parameters = list(self.model.parameters().values())
-        current = [p.data for p in parameters]
+    def _weights_of(self, name: str) -> Iterator[None]:
+        """The snapshot's weights in place of the current ones, which wait where the snapshot was."""
+        if name not in self._kept:
+            raise LearnerError(f"there are no weights {name!r}: call snapshot({name!r}) first; kept are {sorted(self._kept) or 'none'}")
+        self._exchange(self._kept[name])
         try:
-            for parameter, kept in zip(parameters, self._reference, strict=True):
-                parameter.data = kept
             yield
         finally:
-            for parameter, own in zip(parameters, current, strict=True):
-                parameter.data = own
+            self._exchange(self._kept[name])
+
+    @torch.no_grad()
+    def _exchange(self, kept: list[torch.Tensor]) -> None:
+        """Needs memory for one more parameter on a GPU, and none on a CPU."""
+        for i, parameter in enumerate(self.model.parameters().values()):
+            if parameter.device == kept[i].device:
+                parameter.data, kept[i] = kept[i], parameter.data
+            else:
+                own = parameter.data.to(kept[i].device)
+                parameter.data.copy_(kept[i])
+                kept[i].copy_(own)

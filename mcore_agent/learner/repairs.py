@@ -1,4 +1,6 @@
-"""Repairs of megatron-core 0.19.2 that any device needs. ``tests/learner/test_repairs.py`` fails once one is not needed.
+"""Repairs of megatron-core 0.19.2 and torch 2.14 that any device needs.
+
+``tests/learner/test_repairs.py`` fails once one is not needed.
 
 **Checkpoint writer.** A save that waits for its end still starts a manager process on every rank, which imports
 ``__main__`` again and outlives a killed rank; within one process a plain queue does.
@@ -11,9 +13,15 @@ neighbours' moments and master weights, silently, unless every bucket happens to
 drives ``torch.optim.AdamW``, whose step count lives with each parameter, and three places are wrong:
 ``state_dict`` asserts that a step was taken, loading raises KeyError ``'step'``, and after a load all parameters
 share one step tensor, so that every parameter's update counts for all.
+
+**Gloo's workers.** Each gloo group of torch 2.14 runs its collectives on two threads, and each of them, once a collective
+is done and without the lock, writes its name into the group's status (``ProcessGroupGloo::runLoop``). When the names do
+not fit into a ``std::string`` itself, as that of the distributed optimizer's coalesced all-gather does not, two writes at
+once free the same memory twice: some time later the rank aborts in ``malloc``. One thread cannot race.
 """
 
 import functools
+import os
 import queue
 from typing import Any
 
@@ -21,8 +29,10 @@ import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.distributed_c10d import Backend, ProcessGroupGloo
 
 RELEASE = "0.19.2"
+TORCH = "2.14"
 
 
 def needed() -> bool:
@@ -38,6 +48,22 @@ def install() -> None:
         original = getattr(DistributedOptimizer, name)
         if wanted() and not hasattr(original, "__wrapped__"):
             setattr(DistributedOptimizer, name, functools.wraps(original)(repair(original)))
+    Backend._ensure_backend_registered("gloo")
+    Backend._plugins["GLOO"] = Backend._plugins["GLOO"]._replace(creator_fn=_gloo_with_one_worker)
+
+
+def _gloo_with_one_worker(group: Any, _: Any) -> ProcessGroupGloo:
+    """What torch makes of its ``_DistributedBackendOptions``, but for the number of threads."""
+    options = ProcessGroupGloo._Options()
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    options._devices = devices or [ProcessGroupGloo.create_default_device()]
+    options._threads = 1
+    options._timeout = group.timeout
+    options.enable_reconfigure = group.enable_reconfigure
+    options.global_ranks_in_group = group.global_ranks_in_group
+    options.group_name = group.group_id
+    return ProcessGroupGloo(group.store, group.group_rank, group.group_size, options)
 
 
 def _always() -> bool:
@@ -77,6 +103,9 @@ def _state_of_fresh_optimizer(original: Any) -> Any:
                     state["step"] = torch.zeros((), dtype=torch.float32)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
+        if not any(group["params"] for group in inner.param_groups):  # a rank that owns nothing has no step to tell of
+            groups = [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups]
+            return {"optimizer": {"param_groups": [group | {"step": 0.0} for group in groups]}}
         return original(self)
 
     return state_dict

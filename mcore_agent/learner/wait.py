@@ -54,7 +54,7 @@ class Line:
             return value if parts is None else parts[mine]
         self._sent += 1
         if self._groups.rank == 0:
-            replica = layout.tp * layout.pp
+            replica = layout.replica
             for number, part in enumerate(parts or ()):
                 self._write(f"{self._sent}/{number}", part, replica - (number == 0))
             self._write(f"{self._sent}", (parts is not None, value), layout.world - 1)

@@ -24,7 +24,9 @@ class Place(Protocol):
     @property
     def layout(self) -> Any: ...
 
-    def global_rank(self, tp: int = 0, dp: int = 0, pp: int = 0) -> int: ...
+    def global_rank(self, *, tp: int = 0, pp: int = 0) -> int: ...
+
+    def expert_rank(self, *, etp: int = 0, ep: int = 0, pp: int = 0) -> int: ...
 
 
 class Sharded(Protocol):
@@ -85,12 +87,14 @@ def _where(model: Sharded, own: Mapping[str, Tensor]) -> dict[str, list[Shard]]:
 
 def _ranks_of(param: Param, model: Sharded) -> list[int]:
     """Global ranks of the first replica that hold the tensor-parallel shards of a parameter."""
-    layout, arch = model.groups.layout, model.family.arch
-    stage = param.layer // (arch.layers // layout.pp) if param.layer is not None else 0
-    if param.layer is None and not param.name.startswith("embedding."):
-        stage = layout.pp - 1
-    replica = param.expert // (arch.experts // layout.ep) if param.expert is not None else 0
-    return [model.groups.global_rank(tp=tp, dp=replica, pp=stage) for tp in range(layout.tp)]
+    place, layout, arch = model.groups, model.groups.layout, model.family.arch
+    stage = 0 if param.name.startswith("embedding.") else layout.pp - 1
+    if param.layer is not None:  # part after part of the layers is dealt out to all stages
+        stage = param.layer // (arch.layers // (layout.pp * layout.vpp)) % layout.pp
+    if param.expert is not None:
+        holder = param.expert // (arch.experts // layout.ep)
+        return [place.expert_rank(etp=etp, ep=holder, pp=stage) for etp in range(layout.etp)]
+    return [place.global_rank(tp=tp, pp=stage) for tp in range(layout.tp)]
 
 
 def _fetch(own: Mapping[str, Tensor], param: Param, shard: Shard, rank: int) -> Tensor | None:

@@ -360,6 +360,17 @@ def test_a_rank_that_refuses_decides_the_exit_code(tmp_path):
     assert (tmp_path / "log").read_text() == ""  # no report of torchrun's
 
 
+def test_a_rank_that_dies_in_native_code_shows_where_it_was(tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os\nfrom mcore_agent.launch import join_launcher\njoin_launcher()\ndef at_fault():\n    os.abort()\nat_fault()\n"
+    )
+    with (tmp_path / "log").open("wb") as log:
+        assert run_ranks(1, [str(script)], 1, log) == 1
+    said = (tmp_path / "log").read_text()
+    assert "Fatal Python error: Aborted" in said and "in at_fault" in said and "rank 0 was ended by SIGABRT" in said
+
+
 @pytest.mark.defect("H2")
 def test_a_killed_rank_ends_the_run(begin, tmp_path):
     folder = tmp_path / "run"

@@ -10,13 +10,16 @@ from ckpt_convert.source import DictSource
 from mcore_agent.batch.microbatch import MicroBatch
 from mcore_agent.learner.groups import Groups
 from mcore_agent.learner.learner import Learner, OptimSpec
+from mcore_agent.learner.model import PLAIN, Setup
 from mcore_agent.protocols import LossTerm
 
 Weights = dict[str, torch.Tensor]
 
 
-def learner_of(groups: Groups, config: dict[str, Any], weights: Weights, dtype: str = "fp32", **optim: Any) -> Learner:
-    learner = Learner(config, groups, dtype, OptimSpec(**optim))
+def learner_of(
+    groups: Groups, config: dict[str, Any], weights: Weights, dtype: str = "fp32", setup: Setup = PLAIN, **optim: Any
+) -> Learner:
+    learner = Learner(config, groups, dtype, OptimSpec(**optim), setup=setup)
     learner.load_weights(DictSource(weights))
     return learner
 
@@ -34,10 +37,9 @@ def whole_gradients(learner: Learner) -> Weights:
 
 def relative(learner: Learner, found: Weights, reference: Weights) -> dict[str, float]:
     """Relative distance of each local tensor from the shard of a Hugging Face tensor."""
-    family, layout = learner.model.family, learner.groups.layout
     out = {}
     for name, value in found.items():
-        want = family.to_mcore(name, reference.__getitem__, layout.tp, learner.groups.tp_rank)
+        want = learner.model.shard(name, reference.__getitem__)
         out[name] = float((value - want).norm() / want.norm().clamp_min(1e-12))
     return out
 
@@ -50,9 +52,29 @@ def compare(
     terms: list[LossTerm],
     reference: Weights,
     temperature: float,
+    dtype: str = "fp32",
+    setup: Setup = PLAIN,
 ) -> tuple[float, list[np.ndarray], dict[str, float]]:
     """(global loss, this replica's log-probabilities, distance of every gradient from Hugging Face's)."""
-    learner = learner_of(groups, config, weights)
+    learner = learner_of(groups, config, weights, dtype, setup)
     learner.temperature = temperature
     done = learner.gradients(slots[groups.dp_rank], terms)
     return done.loss, done.logp, relative(learner, whole_gradients(learner), reference)
+
+
+def alone(
+    groups: Groups,
+    config: dict[str, Any],
+    weights: Weights,
+    micro: list[MicroBatch],
+    terms: list[LossTerm],
+    dtype: str,
+) -> tuple[float, list[np.ndarray], Weights]:
+    """(loss, log-probabilities, gradients by Hugging Face name) of one process."""
+    learner = learner_of(groups, config, weights, dtype)
+    done = learner.gradients(micro, terms)
+    grads: Weights = {}
+    for name, value in whole_gradients(learner).items():
+        if name != "output_layer.weight" or not learner.model.family.arch.tied:
+            grads |= learner.model.family.to_hf(name, [value])
+    return done.loss, done.logp, grads

@@ -51,9 +51,12 @@ def per_expert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @functools.cache
-def hugging_face(kind: str, tied: bool, norm_topk: bool = True) -> Any:
-    changes = {"norm_topk_prob": norm_topk} if kind == "qwen3_moe" else {}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_of(kind, tied, **changes)))
+def hugging_face(kind: str, tied: bool, norm_topk: bool = True, layers: int = 2) -> Any:
+    changes: dict[str, Any] = {"norm_topk_prob": norm_topk} if kind == "qwen3_moe" else {}
+    changes["num_hidden_layers"] = layers
+    # experts one by one: the grouped product knows no float64
+    how = {"experts_implementation": "eager"} if kind == "qwen3_moe" else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_of(kind, tied, **changes)), **how)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         noise = 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -61,8 +64,8 @@ def hugging_face(kind: str, tied: bool, norm_topk: bool = True) -> Any:
     return model
 
 
-def weights_of(kind: str, tied: bool, norm_topk: bool = True) -> dict[str, torch.Tensor]:
-    return per_expert({n: p.detach().clone() for n, p in hugging_face(kind, tied, norm_topk).named_parameters()})
+def weights_of(kind: str, tied: bool, norm_topk: bool = True, layers: int = 2) -> dict[str, torch.Tensor]:
+    return per_expert({n: p.detach().clone() for n, p in hugging_face(kind, tied, norm_topk, layers).named_parameters()})
 
 
 def micro_of(lengths: list[int], seed: int, weight: float = 0.02, vocab: int = VOCAB) -> MicroBatch:
@@ -104,7 +107,7 @@ def logp_of(model: Any, micro: MicroBatch, temperature: float = 1.0) -> torch.Te
     for (a, b), logits in zip(zip(micro.starts[:-1], micro.starts[1:], strict=True), logits_of(model, micro), strict=True):
         table = torch.log_softmax(logits.float() / temperature, -1)
         targets = torch.from_numpy(micro.tokens[a + 1 : b])
-        rows.append(torch.cat([torch.zeros(1), table[:-1].gather(1, targets[:, None])[:, 0]]))
+        rows.append(torch.cat([table.new_zeros(1), table[:-1].gather(1, targets[:, None])[:, 0]]))
     return torch.cat(rows)
 
 

@@ -6,20 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_agent.learner.attention import _causal, _RmsNorm, _Rotate, _ToSlots, _ToTokens
+from mcore_agent.learner import attention
+from mcore_agent.learner.attention import _attend, _RmsNorm, _Rotate, _ToSlots, _ToTokens
 from mcore_agent.learner.packing import PackedRows, buckets_of, pack, rotary_frequencies
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, DIM = 6, 2, 10
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: PackedRows) -> torch.Tensor:
-    """What PackedAttention.forward does, without a Megatron config."""
-    from mcore_agent.learner.attention import PackedAttention
-
-    module = torch.nn.Module()
-    module.scale = None  # type: ignore[assignment]
-    return PackedAttention.forward(module, q, k, v, None, packed_seq_params=p)  # type: ignore[arg-type]
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: PackedRows, rows=attention.bucketed_rows) -> torch.Tensor:
+    module = attention.PackedAttention(attention.TransformerConfig(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS), 1)
+    module.rows = rows
+    return module(q, k, v, None, packed_seq_params=p)
 
 
 def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], theta: float) -> torch.Tensor:
@@ -50,21 +48,50 @@ def by_definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: li
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [3, 9, 4, 1, 7], [1, 1], [2, 30, 29, 6, 6]], ids=str)
-def test_attention(lengths):
-    generator = torch.Generator().manual_seed(len(lengths))
-    total = sum(lengths)
-    inputs = [torch.randn(total, n, DIM, generator=generator, dtype=torch.float64) for n in (HEADS, GROUPS, GROUPS)]
-    weight = torch.randn(total, HEADS * DIM, generator=generator, dtype=torch.float64)
-    found_in, want_in = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+ROWS = ([5], [4, 4, 4], [3, 9, 4, 1, 7], [1, 1], [2, 90, 30, 29, 6, 6])
+
+
+def drawn(total: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(total)
+    return [torch.randn(total, n, DIM, generator=generator, dtype=torch.float64) for n in (HEADS, GROUPS, GROUPS)]
+
+
+def packed(lengths: list[int]) -> PackedRows:
     p = pack(np.array(lengths), rotary_frequencies(DIM, 100.0).double(), torch.float64, CPU)
     p.cos, p.sin = exact_angles(lengths, 100.0)
-    found, want = attend(*found_in, p), by_definition(*want_in, lengths, 100.0)
+    return p
+
+
+@pytest.mark.parametrize("lengths", ROWS, ids=str)
+def test_attention(lengths):
+    inputs = drawn(sum(lengths))
+    weight = torch.randn(sum(lengths), HEADS * DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found_in, want_in = ([x.clone().requires_grad_() for x in inputs] for _ in range(2))
+    found, want = attend(*found_in, packed(lengths)), by_definition(*want_in, lengths, 100.0)
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
     (found * weight).sum().backward()
     (want * weight).sum().backward()
     for a, b in zip(found_in, want_in, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("lengths", ROWS[1:3], ids=str)
+def test_flex_attention(lengths):
+    """What a GPU without other kernels runs; off the GPU torch has no backward for it."""
+    inputs = drawn(sum(lengths))
+    found = attend(*inputs, packed(lengths), attention.flex_rows)
+    torch.testing.assert_close(found, by_definition(*inputs, lengths, 100.0), rtol=1e-12, atol=1e-12)
+
+
+def test_kernels():
+    def names(dtype: torch.dtype, cuda: bool, *packages: str) -> list[str]:
+        return [f.__name__ for f in attention.kernels(dtype, cuda, lambda package: package in packages)]
+
+    both = ("transformer_engine", "flash_attn")
+    assert names(torch.bfloat16, False, *both) == names(torch.float64, True, *both) == ["bucketed_rows", "blocked_keys"]
+    assert names(torch.bfloat16, True, *both) == ["engine_rows", "flex_keys"]
+    assert names(torch.bfloat16, True, "flash_attn") == ["flash_rows", "flex_keys"]
+    assert names(torch.float32, True, *both) == names(torch.bfloat16, True) == ["flex_rows", "flex_keys"]
 
 
 def exact_angles(lengths: list[int], theta: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,11 +109,11 @@ def test_angles_are_those_of_the_position_in_the_row():
 
 
 def test_buckets():
-    """Rows of 3, 9 and 4 tokens: 9 alone, then 4 and 3 (at least 3/4 of 4) padded to 4."""
-    b = buckets_of(np.array([3, 9, 4]), CPU)
-    assert b is not None and b.shapes == ((1, 9), (2, 4))
-    assert b.token_of.tolist() == [*range(3, 12), 12, 13, 14, 15, 0, 1, 2, 2]
-    assert b.slot_of.tolist() == [13, 14, 15, *range(9), 9, 10, 11, 12]
+    """Rows of 30, 90 and 40 tokens: 90 alone, as 90^2 - 40^2 is more than two calls' pairs, then 40 and 30 padded to 40."""
+    b = buckets_of(np.array([30, 90, 40]), CPU)
+    assert b is not None and b.shapes == ((1, 90), (2, 40))
+    assert b.token_of.tolist() == [*range(30, 120), *range(120, 160), *range(30), *[29] * 10]
+    assert b.slot_of.tolist() == [*range(130, 160), *range(90), *range(90, 130)]
     assert buckets_of(np.array([6, 6]), CPU) is None
 
 
@@ -101,4 +128,4 @@ def test_functions_have_the_gradients_of_their_values():
     cos, sin = exact_angles([5], 100.0)
     assert torch.autograd.gradcheck(lambda x: _Rotate.apply(x, cos, sin), (draw(5, 3, DIM),))
     assert torch.autograd.gradcheck(lambda x: _ToTokens.apply(_ToSlots.apply(x, b), b) * 2, (draw(14, 2),))
-    assert torch.autograd.gradcheck(lambda q, k, v: _causal(q, k, v, 2, None), (draw(6, 4, 3), draw(6, 2, 3), draw(6, 2, 3)))
+    assert torch.autograd.gradcheck(lambda q, k, v: _attend(q, k, v, 2, None).flatten(1), (draw(6, 4, 3), draw(6, 2, 3), draw(6, 2, 3)))

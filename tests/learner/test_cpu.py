@@ -30,6 +30,7 @@ ASSUMPTIONS = {
     "_import_without_compile": ("jit.py", r"^enable_jit_fuser\(\)$"),
     "_patch_megatron_rng": ("tensor_parallel/random.py", r"_lazy_call\(cb\)"),
     "_patch_all_to_all_splits": ("transformer/moe/moe_utils.py", r"torch\.is_tensor\(tensor\) and tensor\.is_cuda"),
+    "_patch_uneven_gathers": ("tensor_parallel/mappings.py", r"torch\.distributed\.all_gather\(output_tensor_list, input_, group=group\)"),
 }
 
 

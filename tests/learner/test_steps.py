@@ -90,7 +90,7 @@ def test_nothing_to_learn_from(ranks):  # noqa: F811
 
 
 @pytest.mark.defect("B26")
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(dp=2, ep=2, pp=2), Layout(dp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, sp=True), Layout(dp=2, ep=2, pp=2), Layout(dp=2, pp=2)], ids=str)
 def test_every_rank_enters_every_collective(ranks, layout):  # noqa: F811
     """Ranks that have nothing, stages without a loss, filler beside long rows: a step ends, and all agree on it."""
     slots = [[filler(WHOLE.columns)] * 3, cut(WHOLE, WAYS[1])][-layout.dp :]
@@ -115,7 +115,7 @@ def refusals(groups: Groups) -> list[str]:
             learner.step(slots[groups.dp_rank], TERMS, 1e-3)
         messages.append(str(caught.value))
     with pytest.raises(LearnerError) as caught:
-        learner.logprobs([WHOLE], reference=True)
+        learner.logprobs([WHOLE], under="reference")
     return [*messages, str(caught.value)]
 
 
@@ -124,7 +124,7 @@ def test_refuses_on_all_ranks(ranks):  # noqa: F811
         assert "between 1 and 2 micro-batches" in unequal
         assert "no micro-batch" in empty
         assert f"vocabulary is [0, {VOCAB})" in token
-        assert "snapshot_reference" in reference
+        assert "snapshot('reference')" in reference
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def adam_reference(kind: str, tied: bool, micro: list[MicroBatch]) -> dict[str, 
     (Layout(tp=2), "llama", False, False),
     (Layout(dp=2, ep=2), "qwen3_moe", False, False),
     (Layout(dp=2, pp=2), "llama", True, True),
-    (Layout(tp=2, pp=2), "qwen3_moe", True, False),
+    (Layout(tp=2, pp=2, sp=True), "qwen3_moe", True, False),
 ], ids=str)  # fmt: skip
 def test_two_steps_are_those_of_adamw(ranks, layout, kind, tied, reset):  # noqa: F811
     slots = [cut(WHOLE, [[0, 1], [2]]), cut(WHOLE, [[5], [4, 3]])]
@@ -261,12 +261,12 @@ def reference_policy(groups: Groups) -> tuple[list[np.ndarray], ...]:
     learner = make(groups, "qwen3")
     micro = cut(WHOLE, WAYS[1])
     first = learner.logprobs(micro)
-    learner.snapshot_reference()
+    learner.snapshot("reference")
     stats = learner.step(micro, TERMS, 1e-2)
-    return first, stats.logp, learner.logprobs(micro, reference=True), learner.logprobs(micro), [np.array(learner.loss(micro, TERMS))]
+    return first, stats.logp, learner.logprobs(micro, under="reference"), learner.logprobs(micro), [np.array(learner.loss(micro, TERMS))]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True)], ids=str)
 def test_reference_policy_stays(ranks, layout):  # noqa: F811
     for first, stepped, reference, now, [loss] in ranks(reference_policy, layout):
         for a, b, c, d in zip(first, stepped, reference, now, strict=True):

@@ -27,7 +27,7 @@ def slots_of(groups: Groups) -> list[MicroBatch]:
 
 
 def make(groups: Groups, kind: str, tied: bool, dtype: str, fresh: bool = False) -> Learner:
-    learner = learner_of(groups, config_of(kind, tied), weights_of(kind, tied), dtype, weight_decay=0.1)
+    learner = learner_of(groups, config_of(kind, tied, num_hidden_layers=4), weights_of(kind, tied, layers=4), dtype, weight_decay=0.1)
     if fresh:  # nothing of what a load must bring back is there already
         with torch.no_grad():
             for parameter in learner.model.parameters().values():
@@ -72,8 +72,11 @@ def fresh_start(groups: Groups, folder: Path) -> tuple[Steps, Steps]:
     (Layout(dp=2, ep=2), "qwen3_moe", False, "fp32"),
     (Layout(pp=2), "llama", True, "fp32"),
     (Layout(tp=2), "qwen3", False, "fp32"),
-    (Layout(tp=2, pp=2), "qwen3_moe", True, "fp32"),
+    (Layout(tp=2, pp=2, sp=True), "qwen3_moe", True, "fp32"),
     (Layout(dp=2, pp=2), "qwen3", True, "fp32"),
+    (Layout(pp=2, vpp=2), "qwen3", True, "fp32"),
+    (Layout(cp=2, tp=2, sp=True), "qwen3", False, "bf16"),
+    (Layout(tp=2, sp=True, ep=2, etp=1, pp=2, vpp=2), "qwen3_moe", False, "fp32"),
 ], ids=str)  # fmt: skip
 def test_resume_gives_the_same_bits(ranks, tmp_path, layout, kind, tied, dtype):  # noqa: F811
     straight = ranks(trained, layout, kind, tied, dtype, tmp_path)
@@ -93,8 +96,10 @@ def test_resume_before_the_first_step(ranks, tmp_path):  # noqa: F811
     (Layout(pp=2), Layout(), "qwen3", True),
     (Layout(dp=2), Layout(), "llama", True),
     (Layout(dp=2, ep=2), Layout(), "qwen3_moe", False),
-    (Layout(tp=2, pp=2), Layout(dp=2, ep=2), "qwen3_moe", True),
-    (Layout(), Layout(tp=2, pp=2), "qwen3_moe", False),
+    (Layout(tp=2, pp=2, sp=True), Layout(dp=2, ep=2), "qwen3_moe", True),
+    (Layout(), Layout(tp=2, pp=2, sp=True), "qwen3_moe", False),
+    (Layout(pp=2, vpp=2), Layout(cp=2), "qwen3", True),
+    (Layout(dp=2, ep=2, etp=1), Layout(pp=2, vpp=2, tp=2, sp=True, etp=1), "qwen3_moe", True),
 ], ids=str)  # fmt: skip
 def test_reshard(ranks, tmp_path, written, read, kind, tied):  # noqa: F811
     """The fourth step's loss depends on the moments that the load brought, so they were resharded too."""
@@ -103,7 +108,7 @@ def test_reshard(ranks, tmp_path, written, read, kind, tied):  # noqa: F811
 
 
 def saved_weights(groups: Groups, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    learner_of(groups, config_of("qwen3_moe", True), weights).save(folder, weights_only=True)
+    learner_of(groups, config_of("qwen3_moe", True, num_hidden_layers=4), weights).save(folder, weights_only=True)
 
 
 def loaded_weights(groups: Groups, folder: Path, weights: dict[str, torch.Tensor]) -> tuple[dict[str, float], set[Any]]:
@@ -117,7 +122,7 @@ def loaded_weights(groups: Groups, folder: Path, weights: dict[str, torch.Tensor
 
 @pytest.mark.defect("E28")
 def test_weights_only(ranks, tmp_path):  # noqa: F811
-    weights = weights_of("qwen3_moe", True)
-    ranks(saved_weights, Layout(tp=2, pp=2), tmp_path, weights)
+    weights = weights_of("qwen3_moe", True, layers=4)
+    ranks(saved_weights, Layout(tp=2, pp=2, sp=True), tmp_path, weights)
     for same, after in ranks(loaded_weights, Layout(dp=2, ep=2), tmp_path, weights):
         assert set(same.values()) == after == {0.0}
