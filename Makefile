@@ -1,5 +1,6 @@
 # make quickstart   install into .venv and train the quickstart
 # make test         install into .venv and run the whole test suite
+# make test-layouts  every legal parallel layout of up to eight ranks, of which make test runs a sample
 # PYTHON=/path/to/python3.12 chooses the interpreter.
 
 SHELL := /bin/bash
@@ -9,13 +10,16 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test bench smollm2 install clean
+.PHONY: quickstart test test-layouts bench smollm2 install clean
 
 quickstart: $(STAMP)
 	$(VENV)/bin/mcore-agent train recipes/quickstart.yaml $(ARGS)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+test-layouts: $(STAMP)
+	OMP_NUM_THREADS=1 MCORE_AGENT_LAYOUTS=all $(PY) -m pytest tests/learner/test_layouts.py $(ARGS)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tools/bench.py $(or $(ARGS),all)

@@ -1,6 +1,7 @@
 """What a Megatron checkpoint folder holds besides its tensors, and how a reader knows that it is whole.
 
-    tensors/    weights in Megatron's torch_dist format; they can be read under any layout
+    tensors/    weights, and a run's optimizer state, in Megatron's torch_dist format; they can be read under any layout
+    critic/     the same of a run's separate critic, if it has one
     hf/         config.json, tokenizer files, chat template: what makes it a model by itself
     meta.json   a Meta, with the size of every file above
     COMPLETE    written last
@@ -14,7 +15,7 @@ from ckpt_convert.errors import ConvertError
 from ckpt_convert.hfconfig import read_json
 
 FORMAT = 1
-TENSORS, HF, META, COMPLETE = "tensors", "hf", "meta.json", "COMPLETE"
+TENSORS, CRITIC, HF, META, COMPLETE = "tensors", "critic", "hf", "meta.json", "COMPLETE"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Meta:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    files = sorted(p for part in (TENSORS, HF) for p in (folder / part).rglob("*") if p.is_file())
+    files = sorted(p for part in (TENSORS, CRITIC, HF) for p in (folder / part).rglob("*") if p.is_file())
     return {str(p.relative_to(folder)): p.stat().st_size for p in files}
 
 

@@ -45,6 +45,7 @@ class RunConfig:
     threads: int = key(0, "torch threads per rank; 0: cores divided by local ranks", low=0)
     save_every: int = key(0, "steps between checkpoints; 0: only at the end of each stage", low=0, harmless=True)
     keep: int = key(2, "checkpoints kept", low=1, harmless=True)
+    async_save: bool = key(False, "go on while a checkpoint's files are written; needs host memory for its tensors", harmless=True)
     eval_tasks: int = key(0, "tasks of each evaluation; 0: no evaluation", low=0)
     eval_split: str = key("eval", "split that evaluations play")
     export: bool = key(False, "write a Hugging Face folder at the end")
@@ -70,6 +71,7 @@ class LearnerConfig:
     recompute: str = key("off", "activations that backward computes again", choices=("off", "selective", "full"))
     dispatcher: str = key("alltoall", "how tokens travel to experts", choices=("alltoall", "allgather"))
     grouped_gemm: str = key("auto", "experts of a layer as one product; auto: where it can (GPU, bf16)", choices=("auto", "on", "off"))
+    routing_replay: str = key("off", "old: all mini-batches use the experts that the weights before them chose", choices=("off", "old"))
     aux_loss: float = key(0.0, "weight of the routers' load-balancing loss; 0: off", low=0)
     z_loss: float = key(0.0, "weight of the routers' z loss; 0: off", low=0)
     backend: str = key("auto", "communication", choices=("auto", "gloo", "nccl"))
@@ -111,6 +113,16 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class CriticConfig:
+    mode: str = key("off", "who values states: nobody, a model of its own, or a head on the policy", choices=("off", "separate", "shared"))
+    lr: float = key(0.0, "separate: peak learning rate, on the stage's schedule; 0: the stage's", low=0)
+    coef: float = key(0.5, "of the loss of the values; above 0", low=0)
+    clip: float = key(0.0, "how far a value may move within a batch and still lower its loss; 0: any way", low=0)
+    detach: bool = key(False, "shared: the loss of the values trains the head alone")
+    warmup: int = key(0, "separate: steps of each rl stage that train the critic before the policy's begin", low=0)
+
+
+@dataclass(frozen=True)
 class BatchConfig:
     token_budget: int = key(8192, "tokens per micro-batch; a longer row gets one of its own", low=1)
     minibatches: int = key(1, "optimizer steps per collected batch", low=1)
@@ -145,6 +157,7 @@ class Config:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     env: dict[str, Any] = key({}, "environment: {name: ..., its arguments}")

@@ -5,7 +5,7 @@ from typing import Any
 
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, is_mcore, read_meta
-from mcore_agent.config import Config, ConfigError
+from mcore_agent.config import Config, ConfigError, CriticConfig
 from mcore_agent.layout import LayoutError
 from mcore_agent.precision import Machine, PrecisionSpec, Split, check_precision, grouped_gemm, planned, this_machine
 from mcore_agent.registry import RegistryError, check, create, get
@@ -21,7 +21,7 @@ def _value(c: Config, name: str) -> Any:
 
 def check_rules(config: Config, gpu: str | None = None) -> None:
     """Raises ConfigError for the first rule that the configuration breaks, here or on a machine with ``gpu``."""
-    for rule in (_model, _variants, _sampling, _layout, _stages):
+    for rule in (_model, _variants, _sampling, _layout, _stages, _critic):
         rule(config)
     if gpu is None:
         _hardware(config)
@@ -102,6 +102,44 @@ def _stages(c: Config) -> None:
             raise ConfigError("loss", [], "an rl stage has no loss", "For example loss: [{name: ppo_clip}]")
 
 
+def _critic(c: Config) -> None:
+    """The critic serves an estimator: each needs the other."""
+    critic, spec, rl = c.critic, c.credit[0], [stage for stage in c.stages if stage.kind == "rl"]
+    estimator = create("estimator", spec)
+    for i, term in enumerate(c.loss):
+        if "value" in create("loss", term).needs:
+            raise ConfigError(f"loss[{i}]", term, "values are learned by the critic's own loss", "Remove it and set critic.mode")
+    if critic.mode == "off":
+        if "values" in estimator.needs:
+            raise ConfigError("critic.mode", "off", f"the estimator {spec['name']!r} needs a critic's values",
+                              "Set critic.mode to separate or shared, or choose another estimator")  # fmt: skip
+        _unused(c, "critic.mode is off", "lr", "coef", "clip", "detach", "warmup")
+        return
+    if "values" not in estimator.needs or "returns" not in estimator.gives:
+        raise ConfigError("critic.mode", critic.mode, f"the estimator {spec['name']!r} has no use for values",
+                          "Choose one that has, for example credit: [{name: gae}], or set critic.mode to off")  # fmt: skip
+    if not rl:
+        raise ConfigError("critic.mode", critic.mode, "there is no rl stage to learn values in", "Set critic.mode to off")
+    if critic.coef == 0:
+        raise ConfigError("critic.coef", 0.0, "the critic would never learn", "Give a value above 0, for example 0.5")
+    if critic.mode == "shared":
+        _unused(c, "the policy's optimizer trains a shared critic", "lr", "warmup")
+    else:
+        _unused(c, "a separate critic has its own backbone", "detach")
+    shortest = min(c.steps(stage) for stage in rl)
+    if critic.warmup >= shortest:
+        raise ConfigError("critic.warmup", critic.warmup, f"an rl stage has {shortest} steps, and would never train its policy",
+                          f"Give at most {shortest - 1}")  # fmt: skip
+
+
+def _unused(c: Config, why: str, *names: str) -> None:
+    """Refuses keys of ``critic`` that are set although nothing would read them."""
+    for name in names:
+        value, default = vars(c.critic)[name], vars(CriticConfig())[name]
+        if value != default:
+            raise ConfigError(f"critic.{name}", value, f"has no effect: {why}", "Leave the key out")
+
+
 def _hardware(c: Config) -> None:
     if c.learner.backend != "nccl":
         return
@@ -164,7 +202,8 @@ def _family(c: Config) -> None:
         layout.check_experts(family.arch.experts)
     except LayoutError as e:
         raise ConfigError(e.key, _value(c, e.key), str(e), NOTHING) from e
-    for name, default in (("dispatcher", "alltoall"), ("grouped_gemm", "auto"), ("aux_loss", 0.0), ("z_loss", 0.0)):
+    for name, default in (("dispatcher", "alltoall"), ("grouped_gemm", "auto"), ("aux_loss", 0.0), ("z_loss", 0.0),
+                          ("routing_replay", "off")):  # fmt: skip
         value = _value(c, f"learner.{name}")
         if value != default and not family.arch.experts:
             raise ConfigError(f"learner.{name}", value, "the model has no experts", "Leave the key out")

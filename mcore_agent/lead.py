@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Outage(InfraError):
                          "Mend the environment and give the same command again")  # fmt: skip
 
 
-Plans = list[tuple[str, Plan]]  # ("train" or "probe", plan): a probe only compares log-probabilities
+Plans = list[tuple[str, Plan]]  # ("train", "critic" or "probe", plan): a probe only compares log-probabilities
 
 
 class Lead:
@@ -144,11 +144,14 @@ class Lead:
         self._write_episodes(scored, step)
         return scored
 
-    def credit(self, episodes: list[Episode], numbers: dict[str, Any]) -> Batch:
-        """The batch with advantages; failed episodes are left out and were counted."""
-        good, _ = usable(episodes)
-        batch = assign(Batch(tuple(good)), self.config.credit)
-        if good:
+    def batch(self, episodes: list[Episode]) -> Batch:
+        """What is learned from; failed episodes are left out and were counted."""
+        return Batch(tuple(usable(episodes)[0]))
+
+    def credit(self, batch: Batch, numbers: dict[str, Any]) -> Batch:
+        """The batch with advantages."""
+        batch = assign(batch, self.config.credit)
+        if batch.episodes:
             mask = batch.channel("pg")
             batch = batch.with_columns(logp_old=batch.tokens("logp"), **{"mask:pg": mask.astype(np.float32)})
             group = batch.by("group")
@@ -164,33 +167,38 @@ class Lead:
             episodes.append(demonstration(task, tokens, mask, f"demo/{step}/{i}"))
         return Batch(tuple(episodes))
 
-    def plans(self, batch: Batch, terms: list[Any], kind: str) -> Plans:
-        """What to compute: one training plan per optimizer step, and a probe where none would measure the mismatch."""
+    def plans(self, batch: Batch, roles: Mapping[str, list[Any]], kind: str) -> Plans:
+        """What to compute: for each mini-batch one plan per role, and a probe where no training would measure the mismatch."""
         c = self.config
         if not batch.episodes:
             return []
         parts = minibatches(batch, min(c.batch.minibatches, int(batch.by("group").max()) + 1)) if kind == "rl" else [batch]
         plans: Plans = []
         for i, part in enumerate(parts):
-            rows = rowset(part, terms)
-            if kind == "rl" and i == 0:
-                rows.save(self.folder / "batch.npz")
-            plan = split(rows, c.batch.token_budget, c.learner.dp)
-            if not plan.empty:
-                plans.append(("train", plan))
-        if kind == "rl" and (len(parts) > 1 or not plans):
+            for role, terms in roles.items():
+                rows = rowset(part, terms)
+                if kind == "rl" and role == "train" and i == 0:
+                    rows.save(self.folder / "batch.npz")
+                plan = split(rows, c.batch.token_budget, c.learner.dp)
+                if not plan.empty:
+                    plans.append((role, plan))
+        if kind == "rl" and (len(parts) > 1 or "train" not in dict(plans)):
             rows = rowset(batch, columns=("logp_old", "mask:pg"))
             plans.insert(0, ("probe", split(rows, c.batch.token_budget, c.learner.dp)))
         return plans
 
     def whole_plan(self, batch: Batch) -> Plan:
-        """All rows of the batch, to compute log-probabilities of."""
+        """All rows of the batch, for a pass that only looks."""
         return split(rowset(batch), self.config.batch.token_budget, self.config.learner.dp)
 
-    def with_reference(self, batch: Batch, plan: Plan, logp: list[list[np.ndarray]]) -> Batch:
-        """The batch with the column ``logp_ref`` from the reference policy's pass over ``plan``."""
-        rows = gather(plan, logp) if not plan.empty else []
-        return batch.with_columns(logp_ref=to_column(batch, rows))
+    def with_column(self, batch: Batch, name: str, plan: Plan, outputs: list[list[np.ndarray]]) -> Batch:
+        """The batch with a column [N] of what a pass over ``plan`` gave; the column ``routing`` is [N, layers, experts per token]."""
+        if name == "routing":
+            if plan.empty:
+                return batch
+            return batch.with_columns(routing=np.concatenate([row for row in gather(plan, outputs) if row is not None]))
+        rows = gather(plan, outputs) if not plan.empty else []
+        return batch.with_columns(**{name: to_column(batch, rows)})
 
     # ------------------------------------------------------------------------------------------- measurement
 

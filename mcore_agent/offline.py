@@ -11,6 +11,7 @@ from mcore_agent.agent.episode import Sampling
 from mcore_agent.batch.plan import split
 from mcore_agent.batch.rowset import RowSet
 from mcore_agent.config import Config
+from mcore_agent.critic import value_term
 from mcore_agent.lead import Lead
 from mcore_agent.policy import Policy
 from mcore_agent.registry import create
@@ -26,6 +27,8 @@ def print_loss(config: Config, checkpoint: Path, batch: Path) -> int:
         policy = Policy(config, stack)
         policy.load_weights(checkpoint)
         terms = [create("loss", spec) for spec in config.loss]
+        if config.critic.mode == "shared":  # last, as in the run that saved the batch
+            terms.append(value_term(config))
         plan = split(RowSet.load(batch), config.batch.token_budget, config.learner.dp) if policy.rank == 0 else None
         ((_, micro),) = policy.deal([("train", plan)] if plan is not None else None)
         loss = policy.learner.loss(micro, terms)

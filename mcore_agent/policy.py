@@ -3,9 +3,10 @@
 import asyncio
 import shutil
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from ckpt_convert.write import carry_files, write_folder
 from mcore_agent.batch.microbatch import MicroBatch, Plan
 from mcore_agent.config import Config, threads_per_rank
 from mcore_agent.config_rules import hf_config_of, precision_of
-from mcore_agent.learner import groups
+from mcore_agent.learner import checkpoint, groups
 from mcore_agent.learner.learner import Learner, OptimSpec, Setup, StepStats
 from mcore_agent.learner.moe_losses import RouterLosses
+from mcore_agent.learner.offload import Offload
 from mcore_agent.learner.rescore import Rescorer
 from mcore_agent.learner.wait import open_line
 from mcore_agent.protocols import Engine, LossTerm
@@ -32,7 +34,7 @@ from mcore_agent.state import finish_folder
 from mcore_agent.weights.export import export
 from mcore_agent.weights.publish import publish
 
-Parts = list[tuple[str, list[MicroBatch]]]  # ("train" or "probe", this rank's micro-batches)
+Parts = list[tuple[str, list[MicroBatch]]]  # ("train", "critic" or "probe", this rank's micro-batches)
 
 
 def optimizer_of(c: Config) -> OptimSpec:
@@ -72,8 +74,12 @@ class Policy:
             grouped_gemm=c.learner.grouped_gemm,
             precision=precision_of(c),
             losses=losses,
+            head="both" if c.critic.mode == "shared" else "lm",
+            detach_value=c.critic.detach,
         )
+        self.setup = setup
         self.learner = Learner(self.hf_config, self.groups, c.precision.dtype, optim, c.rollout.temperature, setup)
+        self.learners = {TENSORS: self.learner}  # by their folders in a checkpoint; they sleep and wake together
         self.rescorer = Rescorer(self.learner, self.line, c.batch.token_budget)
         self.version = 0  # of the learner's weights: updates applied
         self.served = -1  # the version that the engine has
@@ -95,9 +101,9 @@ class Policy:
         return self._runner.run(work)
 
     def _hooks(self) -> dict[str, Any]:
-        memory = self.learner.offload
-        hooks: dict[str, Any] = {"publish": self._publish, "update": self.learner.step, "save": self._save}
-        hooks |= {"trim": memory.trim, "sleep_learner": memory.sleep, "wake_learner": memory.wake}
+        hooks: dict[str, Any] = {"publish": self._publish, "update": Learner.step, "save": self._save}
+        for event, act in (("trim", Offload.trim), ("sleep_learner", Offload.sleep), ("wake_learner", Offload.wake)):
+            hooks[event] = partial(self._memory, act)
         engine = self.engine
         if engine is not None:
             hooks |= {
@@ -107,6 +113,10 @@ class Policy:
                 "wake_engine": lambda: self.run(engine.wake(("kv_cache",))),
             }
         return hooks
+
+    def _memory(self, act: Callable[[Offload], None]) -> None:
+        for learner in self.learners.values():
+            act(learner.offload)
 
     def _publish(self) -> None:
         self.learner.offload.need("publish its weights", parameters_only=True)
@@ -121,12 +131,13 @@ class Policy:
         """The engine serves the learner's weights: every step of the way is a transition of the table."""
         if self.served == self.version and self.slicer.state == "ROLLOUT":
             return
-        self._train_mode()
+        self.train_mode()
         for event in ("trim", "wake_weights", "publish", "sleep_learner", "wake_engine", "rollout"):
             self.slicer.fire(event)
         self.served = self.version
 
-    def _train_mode(self) -> None:
+    def train_mode(self) -> None:
+        """The learners have the memory."""
         if self.slicer.state == "ROLLOUT":
             for event in ("drain", "sleep_engine", "wake_learner"):
                 self.slicer.fire(event)
@@ -159,12 +170,12 @@ class Policy:
         """A stage begins (``fresh``) or goes on."""
         self.learner.temperature = temperature
         if fresh:
-            self._train_mode()
+            self.train_mode()
             self.learner.reset_optimizer()
 
     def keep_reference(self, folder: Path, fresh: bool) -> None:
         """The weights of the stage's start become the reference policy, kept in ``folder`` for a resume."""
-        self._train_mode()
+        self.train_mode()
         if fresh:
             partial = folder.with_name(folder.name + ".partial")
             if self.rank == 0:
@@ -180,9 +191,15 @@ class Policy:
             self.learner.snapshot("reference")
             self.learner.load(self._loaded / TENSORS)
 
+    def routing(self, plan: Plan | None) -> list[list[np.ndarray]] | None:
+        """Rank 0 gives a plan and gets the experts that the present weights choose ``[dp rank][slot]``, each [T, layers, k]."""
+        self.train_mode()
+        found = self.rescorer.outputs(plan, report=("routing",))
+        return None if found is None else [[out["routing"] for out in rank] for rank in found]
+
     def reference_logp(self, plan: Plan | None) -> list[list[np.ndarray]] | None:
         """Rank 0 gives a plan and gets the reference policy's log-probabilities ``[dp rank][slot]``, each [T]."""
-        self._train_mode()
+        self.train_mode()
         found = self.rescorer.outputs(plan, under="reference")
         return None if found is None else [[out["logp"] for out in rank] for rank in found]
 
@@ -193,6 +210,11 @@ class Policy:
             dealt = [[(kind, plan.slots[r]) for kind, plan in plans] for r in range(self.groups.layout.dp)]
         return self.line.scatter(dealt)
 
+    def step(self, learner: Learner, micro: Sequence[MicroBatch], terms: Sequence[LossTerm], lr: float) -> StepStats:
+        """An optimizer step of one of the learners."""
+        self.train_mode()
+        return self.slicer.fire("update", learner, micro, terms, lr)
+
     def update(self, parts: Parts, terms: Sequence[LossTerm], lr: float, compare: bool, numbers: dict[str, Any]) -> None:
         """An optimizer step for each training part. ``compare``: measures engine against learner on sampled tokens."""
         gap = -1.0
@@ -200,13 +222,12 @@ class Policy:
         probed, passes_s = False, 0.0
         for kind, micro in parts:
             if kind == "probe":
-                self._train_mode()
+                self.train_mode()
                 clock = time.monotonic()
                 gap, probed = _largest_gap(micro, self.learner.logprobs(micro)), True
                 passes_s += time.monotonic() - clock
                 continue
-            self._train_mode()
-            done = self.slicer.fire("update", micro, terms, lr)
+            done = self.step(self.learner, micro, terms, lr)
             if compare and not probed and not stats:
                 gap = _largest_gap(micro, done.logp)
             stats.append(done)
@@ -234,13 +255,23 @@ class Policy:
         """Rank 0's value on every rank."""
         return self.line.share(value)
 
-    def save(self, folder: Path) -> None:
-        """Writes the learner's part of a checkpoint into an existing folder; legal in every state of the table."""
-        self.slicer.fire("save", folder)
+    def save(self, folder: Path) -> list[checkpoint.Writing]:
+        """Writes the learner's part of a checkpoint into an existing folder; legal in every state of the table.
 
-    def _save(self, folder: Path) -> None:
-        (folder / TENSORS).mkdir(exist_ok=True)
-        self.learner.save(folder / TENSORS)
+        Returns what is still being written, with ``run.async_save``; else everything is.
+        """
+        return self.slicer.fire("save", folder)
+
+    def _save(self, folder: Path) -> list[checkpoint.Writing]:
+        if self.rank == 0:
+            for name in self.learners:
+                (folder / name).mkdir(exist_ok=True)
+        self.share(None)
+        if self.config.run.async_save:
+            return [learner.begin_save(folder / name) for name, learner in self.learners.items()]
+        for name, learner in self.learners.items():
+            learner.save(folder / name)
+        return []
 
     def load_weights(self, folder: Path) -> None:
         """The weights of a checkpoint folder, whatever layout wrote it. Raises ConvertError when it is not whole."""
@@ -250,7 +281,8 @@ class Policy:
     def load(self, folder: Path) -> None:
         """Continues exactly from a checkpoint folder. Raises ConvertError when it is not whole."""
         read_meta(folder)
-        self.learner.load(folder / TENSORS)
+        for name, learner in self.learners.items():
+            learner.load(folder / name)
         self._loaded = folder
 
     def describe(self, folder: Path, files: Path) -> None:

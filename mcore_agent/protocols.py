@@ -181,17 +181,27 @@ class Reward(Protocol):
     def score(self, episode: Episode) -> dict[str, float | list[float]]: ...
 
 
+@dataclass(frozen=True)
+class Credit:
+    """Advantages on an estimator's axis, and the token columns [N] that it gives beside them."""
+
+    advantage: np.ndarray
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
 @runtime_checkable
 class Estimator(Protocol):
     """Advantages from a batch. ``axis`` says on which axis (token, turn, episode) the result lives.
 
-    ``needs`` names batch columns (for example ``values``) that the loop must provide beforehand.
+    ``needs`` names batch columns (for example ``values``) that the loop must provide beforehand, ``gives`` the columns
+    (for example ``returns``) that come with the advantages in a Credit; an estimator that gives none returns an array.
     """
 
     needs: tuple[str, ...]
+    gives: tuple[str, ...]
     axis: str
 
-    def __call__(self, batch: Batch) -> np.ndarray: ...
+    def __call__(self, batch: Batch) -> np.ndarray | Credit: ...
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,26 @@
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, read_meta
+from mcore_agent.batch.microbatch import Plan
 from mcore_agent.config import Config, ConfigError, StageConfig
+from mcore_agent.critic import critic_of
 from mcore_agent.lead import Lead
+from mcore_agent.learner.checkpoint import CheckpointError, Writing, all_done
 from mcore_agent.policy import Parts, Policy
 from mcore_agent.registry import create
 from mcore_agent.state import Checkpoints, StateError, StateStore
 from mcore_agent.types import Batch, Episode
+
+LEAVE_S = 1.0  # how long an interrupted run waits for its writer; ranks are killed after launch.GRACE_S
 
 
 @dataclass
@@ -38,6 +44,15 @@ class Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A checkpoint whose files are being written; there is at most one."""
+
+    step: int
+    folder: Path
+    writings: list[Writing]  # this rank's
 
 
 def learning_rate(stage: StageConfig, steps: int, done: int) -> float:
@@ -66,12 +81,15 @@ class Session:
         self.progress, self.store = Progress(), StateStore()
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
         self.policy = Policy(config, stack)
+        self.critic = critic_of(config, self.policy)
         self.lead = Lead(config, self.policy, stack, folder / HF) if self.policy.rank == 0 else None
         self.store.add("progress", self.progress)
         self.store.add("policy", self.policy)
         if self.lead:
             self.store.add("source", self.lead.source)
             self.store.add("demos", self.lead.demos)
+        self.flight: Flight | None = None
+        stack.push(self._leave)
         self.numbers: dict[str, Any] = {}
         self.clocks = (0.0, 0.0)  # wall and CPU seconds when the step began
         self.earlier_s = 0.0
@@ -82,6 +100,8 @@ class Session:
         latest, damaged = self.policy.share(self._usable() if self.lead else None)
         if latest is None:
             self.policy.start()
+            if self.critic:
+                self.critic.start()
         else:
             self.policy.load(latest)
             if not self.lead:  # the task source lives on rank 0 only, but every rank needs the rest
@@ -135,9 +155,12 @@ class Session:
         specs = self.config.loss if stage.kind == "rl" else [{"name": "sft_nll"}]
         temperature = self.config.rollout.temperature if stage.kind == "rl" else 1.0
         self.terms = [create("loss", spec) for spec in specs]
-        self.policy.begin(temperature, fresh=self.progress.done == 0)
+        fresh = self.progress.done == 0
+        self.policy.begin(temperature, fresh)
+        if self.critic and stage.kind == "rl" and fresh:
+            self.critic.begin(first=all(earlier.kind != "rl" for earlier in self.config.stages[: self.progress.stage]))
         if any("logp_ref" in term.needs for term in self.terms):
-            self.policy.keep_reference(self.folder / "reference", fresh=self.progress.done == 0)
+            self.policy.keep_reference(self.folder / "reference", fresh)
         if stage.kind == "rl":
             self._timed("publish", self.policy.serve)
 
@@ -156,7 +179,11 @@ class Session:
         return self.lead.reward(episodes, self.progress.step, self.numbers) if self.lead and episodes is not None else None
 
     def credit(self, episodes: list[Episode] | None) -> Batch | None:
-        return self.lead.credit(episodes, self.numbers) if self.lead and episodes is not None else None
+        """Rank 0: the batch with advantages; None elsewhere."""
+        batch = self.lead.batch(episodes) if self.lead and episodes is not None else None
+        if self.critic:
+            batch = self._timed("values", partial(self._with_column, batch, "values", self.critic.values))
+        return self.lead.credit(batch, self.numbers) if self.lead and batch is not None else None
 
     def imitate(self, stage: StageConfig, step: int) -> Batch | None:
         """Rank 0: a batch of demonstrations; None elsewhere."""
@@ -164,22 +191,34 @@ class Session:
 
     def split(self, stage: StageConfig, batch: Batch | None) -> Parts:
         """This rank's micro-batches, one part for each optimizer step that the batch makes."""
-        if any("logp_ref" in term.needs for term in self.terms):
-            batch = self._with_reference(batch)
-        plans = self.lead.plans(batch, self.terms, stage.kind) if self.lead and batch is not None else None
+        self.roles = {"train": self.terms}
+        if self.critic and stage.kind == "rl":
+            self.roles = self.critic.roles(self.terms, self.progress.done)
+        if any("logp_ref" in term.needs for term in self.roles.get("train", ())):
+            batch = self._with_column(batch, "logp_ref", self.policy.reference_logp)
+        if self.config.learner.routing_replay == "old" and stage.kind == "rl":
+            batch = self._with_column(batch, "routing", self.policy.routing)
+        plans = self.lead.plans(batch, self.roles, stage.kind) if self.lead and batch is not None else None
         return self.policy.deal(plans)
 
-    def _with_reference(self, batch: Batch | None) -> Batch | None:
+    def _with_column(self, batch: Batch | None, name: str, look: Callable[[Plan | None], Any]) -> Batch | None:
+        """Rank 0: the batch with what a collective pass over all its rows gives; None elsewhere."""
         plan = self.lead.whole_plan(batch) if self.lead and batch is not None else None
-        logp = self.policy.reference_logp(plan)
-        if not self.lead or batch is None or plan is None or logp is None:
+        found = look(plan)
+        if not self.lead or batch is None or plan is None:
             return None
-        return self.lead.with_reference(batch, plan, logp)
+        return self.lead.with_column(batch, name, plan, found)
 
     def update(self, stage: StageConfig, step: int, parts: Parts) -> None:
-        """One optimizer step per part; a part without signal leaves the weights alone."""
-        rate = learning_rate(stage, self.config.steps(stage), self.progress.done)
-        self._timed("update", lambda: self.policy.update(parts, self.terms, rate, stage.kind == "rl", self.numbers))
+        """One optimizer step per part and learner; a part without signal leaves the weights alone."""
+        self.settle(wait=False)  # before this step collected, a checkpoint may have been written long ago
+        steps, rl = self.config.steps(stage), stage.kind == "rl"
+        rate = learning_rate(stage, steps, self.progress.done)
+        policy = [part for part in parts if part[0] != "critic"]
+        self._timed("update", lambda: self.policy.update(policy, self.roles.get("train", []), rate, rl, self.numbers))
+        if self.critic and rl:
+            own = learning_rate(replace(stage, lr=self.critic.lr or stage.lr), steps, self.progress.done)
+            self._timed("critic", partial(self.critic.update, parts, own, self.numbers))
         self.progress.mismatch = max(self.progress.mismatch, self.numbers.get("mismatch/logp_abs_max", 0.0))
 
     def publish(self, stage: StageConfig, step: int) -> None:
@@ -209,25 +248,69 @@ class Session:
             self.lead.log(stage.kind, self.progress.done, self.config.steps(stage), step, self.numbers)
 
     def save(self, stage: StageConfig, step: int) -> None:
-        """A checkpoint when it is due and at the end of each stage."""
+        """A checkpoint when it is due and at the end of each stage; with ``run.async_save`` it is complete some steps later."""
+        self.settle(wait=False)
         every = self.config.run.save_every
         if not self.progress.over and not (every and self.progress.done % every == 0):
             return
+        self.settle(wait=True)
         self.progress.wall_s = self.earlier_s + time.time() - self.started
         partial = self.policy.share(self.checkpoints.partial(step) if self.lead else None)
-        try:
-            self._timed("save", lambda: self.policy.save(partial))
+        with self._filling(partial):
+            writings = self._timed("save", lambda: self.policy.save(partial))
             if self.lead:
-                self.lead.describe(partial)
                 self.store.save(partial / "state.json")
-                self.checkpoints.commit(step)
+        self.flight = Flight(step, partial, writings)
+        if not writings:
+            self.settle(wait=True)
+
+    def settle(self, wait: bool) -> None:
+        """Completes the checkpoint in flight if the files of all ranks are there; with ``wait`` they are waited for.
+
+        Raises CheckpointError when a rank could not write.
+        """
+        if self.flight is None or not (wait or all_done(self.flight.writings)):
+            return
+        flight, self.flight = self.flight, None
+        with self._filling(flight.folder):
+            try:
+                for writing in flight.writings:
+                    writing.finish()
+            except BaseException:
+                for writing in flight.writings:
+                    writing.abandon(LEAVE_S)
+                raise
+            if self.lead:
+                self.lead.describe(flight.folder)
+                self.checkpoints.commit(flight.step)
+
+    @contextmanager
+    def _filling(self, partial: Path) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             if self.lead:  # a full disk gets its space back
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
+    def _leave(self, _: Any, error: BaseException | None, __: Any) -> None:
+        """The run ends with a checkpoint in flight. One process completes it, unless it was interrupted; with more ranks
+        nobody knows where the others are, and the checkpoint before stays the last one."""
+        flight = self.flight
+        if flight is None:
+            return
+        if self.lead and self.config.world == 1 and isinstance(error, Exception):
+            try:
+                self.settle(wait=True)
+            except (CheckpointError, OSError) as e:
+                self.lead.console.say(f"The checkpoint of step {flight.step} is given up: {e}")
+            return
+        for writing in flight.writings:
+            writing.abandon(LEAVE_S)
+
     def finish(self) -> dict[str, Any]:
         """Writes ``summary.json`` and the Hugging Face folder, prints what happened. Rank 0 returns the summary."""
+        self.settle(wait=True)
         if self.config.run.export:
             self.policy.export(self.folder / "export", self.folder / HF)
         if not self.lead:

@@ -72,7 +72,11 @@ class Stateful(Protocol):
 
 
 class StateStore:
-    """Everything outside the tensors that a resumed run needs, by name; JSON, so that a person can read it."""
+    """Everything outside the tensors that a resumed run needs, by name; JSON, so that a person can read it.
+
+    The states of torch's, numpy's and Python's global generators are not among it: no training step draws from them
+    (there is no dropout), and a run's own draws are functions of its seed, the step and the task.
+    """
 
     def __init__(self) -> None:
         self._parts: dict[str, Stateful] = {}
@@ -120,7 +124,7 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int) -> Path:
-        """Makes the filled folder the latest one and drops old ones. Call on one rank, after all have written."""
+        """Makes the filled folder the latest one and drops old ones. Call on one rank, after all have written and said so."""
         final = self.folder(step)
         finish_folder(self.root / f"{final.name}.partial", final)
         write_atomic(self.root / "latest", final.name.encode())

@@ -92,16 +92,28 @@ def random_batch(seed: int, equal: bool = False, demos: bool = True) -> Batch:
 
 
 def with_columns(batch: Batch, seed: int) -> Batch:
-    """Random columns for every loss: advantages (0 outside ``pg`` and in a third of the rows), old and reference log-probs."""
+    """Random columns for every loss: advantages (0 outside ``pg`` and in a third of the rows), old and reference log-probs,
+    values and returns."""
     rng = np.random.default_rng(1000 + seed)
     size = len(batch.token_row)
     live = rng.random(len(batch.rows)) > 1 / 3
     advantage = np.where(batch.channel("pg") & live[batch.token_row], rng.normal(size=size), 0.0)
     old = np.where(batch.channel("pg"), -rng.exponential(1.0, size), 0.0)
     reference = old + rng.normal(scale=0.3, size=size)
+    batch = with_values(batch, seed)
+    returns = batch.columns["values"] + rng.normal(size=size)
     return batch.with_columns(
-        advantage=advantage.astype(np.float32), logp_old=old.astype(np.float32), logp_ref=reference.astype(np.float32)
+        advantage=advantage.astype(np.float32),
+        logp_old=old.astype(np.float32),
+        logp_ref=reference.astype(np.float32),
+        returns=returns.astype(np.float32),
     )
+
+
+def with_values(batch: Batch, seed: int) -> Batch:
+    """A critic's column ``values`` [N] float32: a number for every token, as the learner gives it."""
+    rng = np.random.default_rng(5000 + seed)
+    return batch.with_columns(values=rng.normal(size=len(batch.token_row)).astype(np.float32))
 
 
 def random_logp(batch: Batch, seed: int) -> np.ndarray:
@@ -114,6 +126,11 @@ def permuted(batch: Batch, seed: int) -> tuple[Batch, np.ndarray]:
     """The batch without columns in another order of episodes, and that order."""
     order = np.random.default_rng(3000 + seed).permutation(len(batch.episodes))
     return Batch(tuple(batch.episodes[i] for i in order)), order
+
+
+def moved_tokens(batch: Batch, order: np.ndarray) -> np.ndarray:
+    """For each token of a permuted batch its place in the old one."""
+    return np.concatenate([np.flatnonzero(batch.token_episode == i) for i in order])
 
 
 def cut_rows(batch: Batch) -> tuple[Batch, np.ndarray]:

@@ -43,7 +43,7 @@ REFUSED = {
     "learner.tp=4": r"tp=4 does not divide the model's num_key_value_heads",
     "learner.pp=4": r"pp=4 does not divide the model's num_hidden_layers \(2\)",
     "learner.ep=2": r"learner\.ep = 2: .*a pipeline stage has 1 ranks \(tp \* cp \* dp\).*set learner\.ep to 1",
-    "learner.dp=2 learner.ep=2": r"learner\.ep = 2: .*no experts to split; set learner\.ep to 1",
+    "learner.dp=2 learner.ep=2": r"learner\.ep = 2: ep=2 does not divide the model's number of experts \(1\); use one of 1",
     "learner.vpp=2": r"learner\.vpp = 2: .*no stages to interleave",
     "learner.pp=2 learner.vpp=2": r"learner\.vpp = 2: vpp=2 does not divide the model's layers of a stage of pp=2 \(1\); use one of 1",
     "learner.sp=on": r"learner\.sp = 'on': .*no ranks to split over",

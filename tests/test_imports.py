@@ -12,7 +12,7 @@ LAYERS = (
     {"task", "env", "reward", "credit", "loss", "context"},
     {"config", "config_rules", "precision", "batch", "agent"},
     {"rollout", "learner", "weights"},
-    {"loop", "session", "lead", "policy", "offline", "plan_report", "memory_plan", "summary"},
+    {"loop", "session", "lead", "policy", "critic", "offline", "plan_report", "memory_plan", "summary"},
     {"cli", "launch"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

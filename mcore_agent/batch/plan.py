@@ -96,14 +96,14 @@ def _micro(rows: RowSet, starts: np.ndarray, chosen: list[int]) -> MicroBatch:
 
 
 def gather(plan: Plan, outputs: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray | None]:
-    """Undoes the deal: ``outputs[dp rank][slot]`` [T] per micro-batch become one array per row of the batch.
+    """Undoes the deal: ``outputs[dp rank][slot]`` [T, …] per micro-batch become one array per row of the batch.
 
     Rows that are not in the plan are None, fillers are left out. Raises PlanError when a shape does not fit.
     """
     found: list[np.ndarray | None] = [None] * plan.count
     for micros, values in zip(plan.slots, outputs, strict=True):
         for micro, value in zip(micros, values, strict=True):
-            if np.shape(value) != micro.tokens.shape:
+            if np.shape(value)[:1] != micro.tokens.shape:
                 raise PlanError(f"an output has shape {np.shape(value)}, its micro-batch {micro.tokens.shape}")
             for row, part in zip(micro.rows, np.split(value, micro.starts[1:-1]), strict=True):
                 if row >= 0:

@@ -62,7 +62,8 @@ def rowset(batch: Batch, terms: Sequence[LossTerm] = (), columns: Sequence[str] 
     Adds ``w:<i>`` and ``mask:<channel>`` for every term with a coefficient other than 0 (the aggregation is taken
     over the whole batch, before rows are left out), the batch columns that the terms need, and those named in
     ``columns``. Rows to which every term contributes exactly nothing are left out: no weight, or nothing in the
-    column that the term scales with. Without terms all rows are kept, for a pass that only computes log-probs.
+    column that the term scales with. Without terms all rows are kept, for a pass that only computes log-probs. A batch
+    column ``routing`` [N, layers with experts, k] goes along: those experts are replayed.
     Raises PlanError when a needed column is missing or is not one number per token.
     """
     active = [(index, term) for index, term in enumerate(terms) if term.coef != 0]
@@ -83,6 +84,7 @@ def rowset(batch: Batch, terms: Sequence[LossTerm] = (), columns: Sequence[str] 
         rows=np.flatnonzero(kept),
         count=len(batch.rows),
         columns={name: values[tokens] for name, values in out.items()},
+        routing=batch.columns["routing"][tokens] if "routing" in batch.columns else None,
     )
 
 

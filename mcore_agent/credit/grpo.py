@@ -27,6 +27,7 @@ class Grpo:
     sigma_min: float = 0.1
 
     needs: ClassVar[tuple[str, ...]] = ()
+    gives: ClassVar[tuple[str, ...]] = ()
     axis: ClassVar[str] = "episode"
 
     def __post_init__(self):

@@ -8,15 +8,17 @@ import numpy as np
 
 from mcore_agent import registry
 from mcore_agent.credit.groups import CreditError
+from mcore_agent.protocols import Credit
 from mcore_agent.types import Batch
 
 
 def assign(batch: Batch, specs: Sequence[Mapping[str, Any]]) -> Batch:
-    """The batch with ``advantage`` [N] float32, 0 outside the channel ``pg``.
+    """The batch with ``advantage`` [N] float32 and what else the estimator gives, all 0 outside the channel ``pg``.
 
-    ``specs[0]`` names an estimator, the others transforms ``(advantage [N], batch) -> [N]``; each is ``{"name": …,
-    argument: …}``. Raises RegistryError for an unknown one, CreditError when a needed column is missing, an
-    episode id occurs twice (it would vote twice) or a result has the wrong shape or is not finite.
+    ``specs[0]`` names an estimator, the others transforms ``(advantage [N], batch) -> [N]``, which leave the further
+    columns alone; each is ``{"name": …, argument: …}``. Raises RegistryError for an unknown one, CreditError when a needed
+    column is missing, an episode id occurs twice (it would vote twice), the estimator gives other columns than it says,
+    or a result has the wrong shape or is not finite.
     """
     if not specs:
         raise CreditError("credit names no estimator; for example [{name: grpo}]")
@@ -30,12 +32,18 @@ def assign(batch: Batch, specs: Sequence[Mapping[str, Any]]) -> Batch:
                           f"{', '.join(sorted(batch.columns)) or 'none'}")  # fmt: skip
     mask = batch.channel("pg")
     if not batch.episodes:
-        return batch.with_columns(advantage=np.zeros(0, dtype=np.float32))
-    values = _sound(estimator(batch), _size(batch, estimator.axis), specs[0]["name"])
+        return batch.with_columns(**{name: np.zeros(0, dtype=np.float32) for name in ("advantage", *estimator.gives)})
+    made = estimator(batch)
+    credit = made if isinstance(made, Credit) else Credit(made)
+    if credit.columns.keys() != set(estimator.gives):
+        raise CreditError(f"estimator {specs[0]['name']!r} gave the columns {sorted(credit.columns)}, but says {sorted(estimator.gives)}")
+    values = _sound(credit.advantage, _size(batch, estimator.axis), specs[0]["name"])
+    found = {name: np.where(mask, _sound(column, len(mask), specs[0]["name"]), 0.0) for name, column in credit.columns.items()}
     advantage = np.where(mask, batch.to_tokens(values, estimator.axis), 0.0)
     for spec, transform in zip(specs[1:], transforms, strict=True):
         advantage = np.where(mask, _sound(transform(advantage, batch), len(mask), spec["name"]), 0.0)
-    return batch.with_columns(advantage=advantage.astype(np.float32))
+    found["advantage"] = advantage
+    return batch.with_columns(**{name: column.astype(np.float32) for name, column in found.items()})
 
 
 def _size(batch: Batch, axis: str) -> int:

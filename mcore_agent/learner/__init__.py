@@ -1,7 +1,7 @@
 """The learner: Megatron-Core behind a small surface.
 
 Importing any module of this package first adapts Megatron-Core to the machine (``cpu.py``, only without CUDA) and
-repairs its distributed optimizer (``repairs.py``, only without Transformer Engine and Apex).
+repairs what is wrong in it and in torch's gloo groups (``repairs.py``).
 """
 
 import logging

@@ -1,14 +1,24 @@
-"""Sharded checkpoints in Megatron's torch_dist format: written under one layout, read under any other."""
+"""Sharded checkpoints in Megatron's torch_dist format: written under one layout, read under any other.
+
+A save that does not wait copies its tensors into host memory, and a thread of the same process writes them with Megatron's
+own writer, which knows no collective. Megatron 0.19.2 would fork a process instead, which gloo's and torch's threads do not
+survive, or hand over to nvidia-resiliency-ext. What has to be said between ranks is said when the save is finished.
+"""
 
 import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mcore_agent.learner import groups, repairs
 from mcore_agent.learner.model import Model
 from mcore_agent.learner.optimizer import live_parts
 from mcore_agent.learner.value import NAME as VALUE_HEAD
@@ -47,8 +57,92 @@ def save(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None
 
     Only the tensors: making the folder appear at once and whole is the caller's task. Raises CheckpointError.
     """
-    try:
+    repairs.own_results()
+    with _clear_errors(folder):
         dist_checkpointing.save(_sharded(model, optimizer, loading=False), str(folder))
+
+
+def begin(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> "Writing":
+    """As ``save``, but returns once this rank's tensors are copied: the model may change at once. Collective."""
+    repairs.own_results()
+    with _clear_errors(folder):
+        request = dist_checkpointing.save(
+            _sharded(model, optimizer, loading=False), str(folder), async_sharded_save=True, async_strategy="mcore"
+        )
+    return Writing(folder, request)
+
+
+class Writing:
+    """A save of which this rank's files are being written by a thread. Each rank has one; all ranks finish it alike."""
+
+    def __init__(self, folder: Path, request: Any):
+        """``request`` is Megatron's AsyncRequest, not yet begun; its tensors are copied here."""
+        self._folder, self._request = folder, request
+        self._stop = threading.Event()
+        self._buckets = request.async_fn_args[1] if request.async_fn else []
+        _copy(self._buckets)
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        """Megatron's writer keeps an error for ``finish``; what it writes is dropped piece by piece."""
+        if self._request.async_fn:
+            rank, _, results = self._request.async_fn_args
+            buckets = [(path, key, (objects, _each(tensors, self._stop))) for path, key, (objects, tensors) in self._buckets]
+            self._request.async_fn(rank, buckets, results, **self._request.async_fn_kwargs)
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has nothing left to write, be it for an error."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Waits for the files of all ranks and adds what makes them a checkpoint. Once; collective.
+
+        Raises CheckpointError, on every rank, when one could not write.
+        """
+        self._thread.join()
+        with _clear_errors(self._folder):
+            for complete in self._request.finalize_fns:
+                complete()
+        self._request, self._buckets = None, []
+
+    def abandon(self, limit_s: float) -> None:
+        """Stops after the tensor that is being written, waiting for at most ``limit_s`` seconds. The folder stays unusable."""
+        self._stop.set()
+        self._thread.join(limit_s)
+
+
+def all_done(writings: Sequence[Writing]) -> bool:
+    """Whether every rank has written the files of all these saves, so that ``finish`` need not wait. Collective."""
+    if dist.get_world_size() == 1:
+        return all(w.done for w in writings)
+    left = torch.tensor([sum(not w.done for w in writings)], device=groups.device())
+    dist.all_reduce(left)
+    return not left.item()
+
+
+def _copy(buckets: list[Any]) -> None:
+    """Puts copies in host memory in the place of the tensors to write, which are the model's own or views of them."""
+    for _, _, (_, tensors) in buckets:
+        for i, (item, tensor) in enumerate(tensors):
+            tensors[i] = item, tensor.clone() if tensor.is_cpu else tensor.to("cpu", non_blocking=True)
+    torch.cuda.synchronize()
+
+
+def _each(tensors: list[Any], stop: threading.Event) -> Iterator[Any]:
+    """Takes the tensors out of the list, one by one, until told to stop."""
+    tensors.reverse()
+    while tensors:
+        if stop.is_set():
+            raise InterruptedError("the run ends")
+        yield tensors.pop()
+
+
+@contextmanager
+def _clear_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except CheckpointException as e:  # torch keeps the kind of error of its writer threads, and drops the rest
         if not e.failures:
             raise CheckpointError(f"{folder}: the tensors cannot be written; the coordinating rank says why") from e

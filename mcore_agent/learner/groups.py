@@ -1,5 +1,6 @@
 """Process groups: who this rank is, and with whom it shares tensors, stages, data and experts."""
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -152,8 +153,9 @@ def current(layout: Layout) -> Groups:
 
 
 def destroy() -> None:
-    """Leaves all groups."""
+    """Leaves all groups. Models that are no longer held give theirs up, with their threads and connections."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()

@@ -99,6 +99,14 @@ class Learner:
         with self.offload.awake():
             checkpoint.save(folder, self.model, None if weights_only else self.optimizer)
 
+    def begin_save(self, folder: Path) -> checkpoint.Writing:
+        """As ``save``, but the files are written while the learner does other things; see ``checkpoint.begin``.
+
+        What had been given back is here again only until it is copied. The copies need that much host memory.
+        """
+        with self.offload.awake():
+            return checkpoint.begin(folder, self.model, self.optimizer)
+
     def load(self, folder: Path, weights_only: bool = False) -> None:
         """Reads a checkpoint of any layout. With ``weights_only`` the optimizer starts afresh."""
         self.offload.need("load a checkpoint")

@@ -1,5 +1,6 @@
 """Builds Megatron's GPTModel from a model family, with this project's norm and attention in the local layer spec."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -109,6 +111,10 @@ class Model:
             for name, parameter in module.named_parameters()
         }
 
+    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter in the model's precision, also where it is kept in FP8."""
+        return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor
+
     def shard(self, name: str, get: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """This rank's part of the parameter of that global name; ``get`` reads Hugging Face tensors by name."""
         return self.family.to_mcore(name, get, *self.groups.shard(self.family.param(name).expert is not None))
@@ -146,17 +152,27 @@ def build(family: Family, groups: Groups, dtype: str, setup: Setup = PLAIN) -> M
     check_precision(setup.precision, family.arch, split, machine)
     config = _config(family, groups, DTYPES[dtype], setup, machine)
     modules = [_module(config, family, groups, setup, part if layout.vpp > 1 else None) for part in range(layout.vpp)]
-    return Model(
+    chunks = [_wrap(config, module, layout, setup) for module in modules]
+    model = Model(
         family=family,
         groups=groups,
         config=config,
-        chunks=[_wrap(config, module, layout, setup) for module in modules],
+        chunks=chunks,
         modules=modules,
         dtype=DTYPES[dtype],
         frequencies=rotary_frequencies(family.arch.head_dim, family.arch.rope_theta),
         losses=setup.losses,
         precision=setup.precision,
     )
+    # Megatron's wrapper holds nodes of autograd whose hooks hold the wrapper: a circle that Python's collector cannot see,
+    # and with it weights, buffers and process groups
+    weakref.finalize(model, _clear, [chunk.grad_accs for chunk in chunks])
+    return model
+
+
+def _clear(lists: list[list[Any]]) -> None:
+    for found in lists:
+        found.clear()
 
 
 def _module(config: TransformerConfig, family: Family, groups: Groups, setup: Setup, part: int | None) -> GPTModel:

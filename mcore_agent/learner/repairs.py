@@ -3,7 +3,8 @@
 ``tests/learner/test_repairs.py`` fails once one is not needed.
 
 **Checkpoint writer.** A save that waits for its end still starts a manager process on every rank, which imports
-``__main__`` again and outlives a killed rank; within one process a plain queue does.
+``__main__`` again and outlives a killed rank; within one process a plain queue does. All saves share it, so that two of
+which one is not finished would take each other's results: each gets its own.
 
 **Sharded optimizer state.** A buffer of several buckets (tied embeddings under pipeline parallelism have their own)
 is gathered without the padding between buckets, but cut up with it: all parameters after the first bucket get their
@@ -50,6 +51,11 @@ def install() -> None:
             setattr(DistributedOptimizer, name, functools.wraps(original)(repair(original)))
     Backend._ensure_backend_registered("gloo")
     Backend._plugins["GLOO"] = Backend._plugins["GLOO"]._replace(creator_fn=_gloo_with_one_worker)
+
+
+def own_results() -> None:
+    """To be called before each save: its writers report to a queue of its own."""
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _gloo_with_one_worker(group: Any, _: Any) -> ProcessGroupGloo:

@@ -4,10 +4,10 @@ The loss is the plain sum of what each micro-batch gives, over all micro-batches
 divides it anywhere, so that splitting a batch differently changes nothing but the order of additions.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import tee
 from typing import Any
 
 import numpy as np
@@ -134,14 +134,14 @@ def run(model: Model, micro: Sequence[MicroBatch], ask: Ask, *, gradients: bool)
             yield batch
 
     # each chunk of the model asks for its own micro-batches, each of which is kept until the last chunk has it
-    prepared = tee(batches(), layout.vpp)
+    prepared = _shared_out(batches(), layout.vpp)
     balanced = gradients and model.losses.active
     if balanced:
         moe_losses.begin(model.modules, micro, model.groups)
     with torch.set_grad_enabled(gradients):
         found = get_forward_backward_func()(
             forward_step_func=partial(_forward, ask=ask, groups=model.groups),
-            data_iterator=list(prepared) if layout.vpp > 1 else prepared[0],
+            data_iterator=prepared if layout.vpp > 1 else prepared[0],
             model=model.chunks,
             num_microbatches=len(slots),
             seq_length=_whole(longest, model),
@@ -155,13 +155,42 @@ def run(model: Model, micro: Sequence[MicroBatch], ask: Ask, *, gradients: bool)
     return done
 
 
+def _shared_out(source: Iterator[Prepared], count: int) -> list[Iterator[Prepared]]:
+    """``count`` iterators over all of ``source``; what all have taken is forgotten at once (``itertools.tee`` keeps up to 57)."""
+    waiting: list[deque[Prepared]] = [deque() for _ in range(count)]
+
+    def one(own: deque[Prepared]) -> Iterator[Prepared]:
+        while True:
+            if not own:
+                try:
+                    fresh = next(source)
+                except StopIteration:
+                    return
+                for queue in waiting:
+                    queue.append(fresh)
+                del fresh
+            yield own.popleft()
+
+    return [one(own) for own in waiting]
+
+
 def _account(done: Pass, micro: Sequence[MicroBatch], routed: Sequence[PackedRows], model: Model, report: bool) -> None:
     """Every recorded expert was replayed; with ``report`` the outputs get the experts that were chosen."""
+    forget_graphs(model)
     for rows in routed:
         check_consumed(rows, [layer for layer in model.expert_layers if layer in model.own_layers])
     if report:
         for m, rows, outputs in zip(micro, routed, done.outputs, strict=False):
             outputs["routing"] = collect(rows, len(m.tokens), model.expert_layers, model.groups)
+
+
+def forget_graphs(model: Model) -> None:
+    """Token dispatchers hold tensors of their last micro-batch, and those its graph, until the next one: they let go of them."""
+    for module in model.modules:
+        for layer in module.decoder.layers:
+            dispatcher = vars(layer.mlp).get("token_dispatcher")
+            kept = {} if dispatcher is None else vars(dispatcher)
+            kept.update({name: None for name, value in kept.items() if torch.is_tensor(value) and value.grad_fn is not None})
 
 
 def _forward(batches: Iterator[Prepared], chunk: torch.nn.Module, ask: Ask, groups: Groups) -> tuple[Any, Any]:

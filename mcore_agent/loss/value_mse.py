@@ -17,7 +17,7 @@ class ValueMse:
     """``1/2 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)``; ``clip`` None: the first alone.
 
     V is the value of the state in which a token was drawn, R the column ``returns``, V_old the column ``values``.
-    Metrics: ``value``, ``value_error`` (|V - R|).
+    Metrics: ``value``, ``value_error`` (|V - R|), ``value_loss`` (without ``coef``).
     """
 
     clip: float | None = None
@@ -45,5 +45,6 @@ class ValueMse:
             old = keep(mask, column(columns, "values"))
             near = old + (value - old).clamp(-self.clip, self.clip)
             loss = torch.maximum(loss, (near - target).square())
+        loss = keep(mask, loss / 2)
         error = (value - target).detach().abs()
-        return keep(mask, loss / 2), {"value": value.detach(), "value_error": error}
+        return loss, {"value": value.detach(), "value_error": error, "value_loss": loss.detach()}

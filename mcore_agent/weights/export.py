@@ -42,6 +42,10 @@ class Sharded(Protocol):
         """This rank's shards by global name."""
         ...
 
+    def plain(self, tensor: Tensor) -> Tensor:
+        """The tensor in the model's precision, also where it is kept in FP8."""
+        ...
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -62,7 +66,7 @@ def export(model: Sharded) -> Iterator[tuple[str, Tensor]]:
     places = _where(model, own)
     rank = model.groups.rank
     for param in model.family.globals():
-        shards = [_fetch(own, param, shard, rank) for shard in places[param.name]]
+        shards = [_fetch(model, own, param, shard, rank) for shard in places[param.name]]
         if rank == 0:
             yield from model.family.to_hf(param.name, shards).items()  # type: ignore[arg-type]
 
@@ -97,12 +101,12 @@ def _ranks_of(param: Param, model: Sharded) -> list[int]:
     return [place.global_rank(tp=tp, pp=stage) for tp in range(layout.tp)]
 
 
-def _fetch(own: Mapping[str, Tensor], param: Param, shard: Shard, rank: int) -> Tensor | None:
+def _fetch(model: Sharded, own: Mapping[str, Tensor], param: Param, shard: Shard, rank: int) -> Tensor | None:
     """The shard on rank 0's CPU; on the rank that holds it, sending it; None on all others."""
     if shard.rank == rank == 0:
-        return own[param.name].cpu()
+        return model.plain(own[param.name]).cpu()
     if shard.rank == rank:
-        dist.send(own[param.name].contiguous(), dst=0)
+        dist.send(model.plain(own[param.name]).contiguous(), dst=0)
     elif rank == 0:
         where = next(iter(own.values())).device
         received = torch.empty(shard.shape, dtype=shard.dtype, device=where)

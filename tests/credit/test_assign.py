@@ -72,6 +72,7 @@ def test_a_turn_estimator_is_spread_over_turns_and_a_missing_column_is_named(pla
     @dataclass(frozen=True)
     class ByValues:
         needs: ClassVar[tuple[str, ...]] = ("values",)
+        gives: ClassVar[tuple[str, ...]] = ()
         axis: ClassVar[str] = "token"
 
         def __call__(self, batch):

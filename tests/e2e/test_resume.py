@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.running import QUICKSTART, TINY, cli, end, metrics, start, summary, tree, wait_for
 
-COMPARED = ("loss", "grad_norm", "reward/mean", "mismatch/logp_abs_max", "rollout/sampled_tokens", "eval/sampled_success")
+COMPARED = ("lr", "loss", "grad_norm", "reward/mean", "mismatch/logp_abs_max", "rollout/sampled_tokens", "eval/sampled_success")
 
 
 def facts(folder):
@@ -22,6 +22,26 @@ def uninterrupted(tmp_path_factory):
     cli("train", QUICKSTART, *TINY, f"run.dir={folder}")
     assert sum(m.get("optimizer_steps", 0) for m in metrics(folder) if m["stage"] == "rl") >= 8  # rl steps do move the weights
     return folder
+
+
+WATCH = """
+import os, sys
+
+if os.environ.get("RANK", "0") != "0":
+    log, folder = os.open(os.environ["WATCH_LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.environ["WATCHED"]
+    os.write(log, b"watching\\n")
+
+    def note(event, arguments):
+        path = str(arguments[0]) if arguments else ""
+        if not path.startswith(folder):
+            return
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        changes = event in ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree") or event == "os.mkdir" and not os.path.isdir(path)
+        if writes or changes:
+            os.write(log, f"{event} {path}\\n".encode())
+
+    sys.addaudithook(note)
+"""
 
 
 def killed_at(step, folder, *words):
@@ -42,23 +62,27 @@ def end_by_kill(process):
 
 @pytest.mark.defect("B25")
 @pytest.mark.defect("G3")
-def test_killed_twice_and_resumed_gives_the_same_bits(uninterrupted, tmp_path):
+@pytest.mark.parametrize("words", [(), ("run.async_save=true",)], ids=["at once", "in the background"])
+def test_killed_twice_and_resumed_gives_the_same_bits(uninterrupted, words, tmp_path):
     folder, seed = tmp_path / "run", int.from_bytes(os.urandom(2), "little")
     first, second = sorted(random.Random(seed).sample(range(1, 20), 2))
-    killed_at(first, folder)
-    killed_at(second, folder)
-    out = cli("train", QUICKSTART, *TINY, f"run.dir={folder}")
+    killed_at(first, folder, *words)
+    killed_at(second, folder, *words)
+    out = cli("train", QUICKSTART, *TINY, f"run.dir={folder}", *words)
     assert facts(folder) == facts(uninterrupted), f"seed {seed}: killed at {first} and {second}\n{out}"
     mine, theirs = summary(folder), summary(uninterrupted)
     assert {k: v for k, v in mine.items() if k != "wall_s"} == {k: v for k, v in theirs.items() if k != "wall_s"}
 
 
+@pytest.mark.defect("G9")
 def test_a_reference_policy_survives_a_resume(tmp_path):
-    """With a KL term the reference is the stage's start, in the resumed run too."""
+    """With a KL term the reference is the stage's start, in the resumed run too; reading it changes nothing of the run."""
     words = ("loss=[{name: ppo_clip}, {name: k3_kl, coef: 0.1}]", "batch.minibatches=1")
     cli("train", QUICKSTART, *TINY, f"run.dir={tmp_path / 'whole'}", *words)
     killed_at(17, tmp_path / "killed", *words)
+    written = (tmp_path / "killed" / "config.yaml").read_bytes()
     cli("train", QUICKSTART, *TINY, f"run.dir={tmp_path / 'killed'}", *words)
+    assert (tmp_path / "killed" / "config.yaml").read_bytes() == written
     assert facts(tmp_path / "killed") == facts(tmp_path / "whole")
     kl = [m["loss/k3"] for m in metrics(tmp_path / "whole") if m["stage"] == "rl"]
     assert kl[0] == pytest.approx(0, abs=1e-5) and kl[-1] > 1e-6
@@ -80,10 +104,13 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     assert "is not empty and holds no run" in cli("train", QUICKSTART, *TINY, f"run.dir={tmp_path}", code=2)
 
 
-@pytest.mark.defect("H2")
-@pytest.mark.parametrize("words", [(), ("learner.dp=2",)], ids=["alone", "two ranks"])
+@pytest.mark.defect("H2", "G14")
+@pytest.mark.parametrize("words", [(), ("learner.dp=2", "run.async_save=true")], ids=["alone", "two ranks"])
 def test_interrupt_leaves_nothing_behind(words, tmp_path):
-    """Ctrl-C: ranks gone within 5 s, exit code 130, the last checkpoint whole, and the same command goes on."""
+    """Ctrl-C: ranks gone within 5 s, exit code 130, the last checkpoint whole, and the same command goes on.
+
+    A rank without tensors of its own makes no folder and writes no file of the run's.
+    """
     folder = tmp_path / "run"
     process = start("train", QUICKSTART, *TINY, f"run.dir={folder}", *words)
     try:
@@ -96,6 +123,10 @@ def test_interrupt_leaves_nothing_behind(words, tmp_path):
     finally:
         if process.poll() is None:
             end(process)
-    out = cli("train", QUICKSTART, *TINY, f"run.dir={folder}", *words)
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    log = tmp_path / "log"
+    watch = {"PYTHONPATH": str(tmp_path), "WATCH_LOG": str(log), "WATCHED": str(folder)}
+    out = cli("train", QUICKSTART, *TINY, f"run.dir={folder}", *words, **watch)
     assert "resumed after step" in out
+    assert not words or log.read_text() == "watching\n"
     assert [m["step"] for m in metrics(folder)] == list(range(1, 21))

@@ -11,11 +11,16 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformer_engine.pytorch")
 
 from ckpt_convert.families import family_of  # noqa: E402
+from ckpt_convert.source import RandomSource  # noqa: E402
 from mcore_agent.config import ConfigError  # noqa: E402
 from mcore_agent.learner import groups as learner_groups  # noqa: E402
 from mcore_agent.learner.groups import Layout  # noqa: E402
-from mcore_agent.learner.precision import check_products, expert_fields, megatron_fields  # noqa: E402
+from mcore_agent.learner.learner import Learner, OptimSpec, Setup  # noqa: E402
+from mcore_agent.learner.precision import check_products, megatron_fields  # noqa: E402
 from mcore_agent.precision import RECIPES, PrecisionSpec, Split, check_precision, this_machine  # noqa: E402
+from mcore_agent.registry import create  # noqa: E402
+from mcore_agent.weights.export import export  # noqa: E402
+from tests.learner.models import micro_of  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -133,11 +138,109 @@ def test_fp8_parameters_and_edges(alone, recipe):
     assert not any(is_float8tensor(p) for p in build(dataclasses.replace(spec, fp8_params=False))[0].parameters())
 
 
-def test_experts_are_one_product():
-    from megatron.core.transformer import TransformerConfig
+# ------------------------------------------------------------------------------------------------- the learner's model
 
-    fields = expert_fields(this_machine())
-    assert fields["moe_grouped_gemm"] and fields["moe_permute_fusion"]
-    made = TransformerConfig(num_layers=2, hidden_size=HIDDEN, num_attention_heads=4, num_moe_experts=4, moe_router_topk=2,
-                             variable_seq_lengths=True, add_bias_linear=False, bf16=True, **fields)  # fmt: skip
-    assert made.moe_token_dispatcher_type == "alltoall"
+
+DENSE = CONFIG | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128}
+EXPERTS = DENSE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 64,
+}
+ROWS = ([5, 61, 9, 30], [40, 3])  # 105 and 43 tokens: neither is a multiple of 16
+TERMS = [create("loss", {"name": "sft_nll"})]
+
+
+def learner(groups, config: dict, **setup) -> Learner:
+    made = Learner(config, groups, "bf16", OptimSpec(), setup=Setup(**setup))
+    made.load_weights(RandomSource(family_of(config), 3))
+    return made
+
+
+def batch() -> list:
+    return [micro_of(rows, seed, vocab=VOCAB) for seed, rows in enumerate(ROWS)]
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.main_grad.clone() for name, p in model.parameters().items()}
+
+
+def distance(found: torch.Tensor, want: torch.Tensor) -> float:
+    return float((found.float() - want.float()).norm() / want.float().norm().clamp_min(1e-12))
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_learner_in_fp8_is_near_bf16(alone, recipe, config):
+    if not may_run(PrecisionSpec("bf16", recipe)):
+        pytest.skip(f"{recipe} does not run on {this_machine().gpu}")
+    plain, rounded = learner(alone, config), learner(alone, config, precision=PrecisionSpec(fp8=recipe))
+    assert plain.model.parameters().keys() == rounded.model.parameters().keys()
+    for _ in range(4):
+        want, found = plain.step(batch(), TERMS, 1e-3), rounded.step(batch(), TERMS, 1e-3)
+        assert found.applied and found.loss != want.loss, "no product was computed in FP8"
+        assert found.loss == pytest.approx(want.loss, rel=0.05)
+        assert found.grad_norm == pytest.approx(want.grad_norm, rel=0.25)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_in_fp8(alone, recompute):
+    plain = learner(alone, DENSE, precision=PrecisionSpec(fp8="current"))
+    again = learner(alone, DENSE, precision=PrecisionSpec(fp8="current"), recompute=recompute)
+    want, found = plain.gradients(batch(), TERMS), again.gradients(batch(), TERMS)
+    assert found.loss == pytest.approx(want.loss, rel=1e-3)
+    grads = gradients(plain.model)
+    assert max(distance(g, grads[name]) for name, g in gradients(again.model).items()) < 0.02
+
+
+def test_grouped_experts_are_the_single_ones(alone):
+    single, grouped = learner(alone, EXPERTS, grouped_gemm="off"), learner(alone, EXPERTS, grouped_gemm="on")
+    assert not single.model.config.moe_grouped_gemm and grouped.model.config.moe_grouped_gemm
+    assert grouped.model.config.moe_permute_fusion and grouped.model.config.moe_token_dispatcher_type == "alltoall"
+    want, found = single.gradients(batch(), TERMS), grouped.gradients(batch(), TERMS)
+    assert found.loss == pytest.approx(want.loss, rel=1e-3)
+    for a, b in zip(found.logp, want.logp, strict=True):
+        assert abs(a - b).max() < 0.05
+    grads = gradients(single.model)
+    assert grads.keys() == gradients(grouped.model).keys()
+    assert max(distance(g, grads[name]) for name, g in gradients(grouped.model).items()) < 0.03
+
+
+@pytest.mark.parametrize("recipe", ["off", "current"])
+def test_checkpoints_and_exports_do_not_know_who_computes(alone, recipe, tmp_path):
+    """Written by Megatron's own layers and read by Transformer Engine's, and the other way round."""
+    single = learner(alone, EXPERTS, grouped_gemm="off")
+    other = learner(alone, EXPERTS, grouped_gemm="on", precision=PrecisionSpec(fp8=recipe))
+    single.step(batch(), TERMS, 1e-2)
+    for source, target in ((single, other), (other, single)):
+        source.step(batch(), TERMS, 1e-2)
+        folder = tmp_path / str(source is single)
+        folder.mkdir()
+        source.save(folder)
+        target.load(folder)
+        want, found = dict(export(source.model)), dict(export(target.model))
+        assert want.keys() == found.keys() == family_of(EXPERTS).shapes().keys()
+        assert all(torch.equal(want[name], found[name]) for name in want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_learner_keeps_fp8_parameters(alone, recipe, tmp_path):
+    """Loading, stepping, exporting, keeping a snapshot and saving work on quantized weights."""
+    spec = PrecisionSpec("bf16", recipe, fp8_params=True)
+    if not may_run(spec):
+        pytest.skip(f"{recipe} does not run on {this_machine().gpu}")
+    made = learner(alone, DENSE, precision=spec)
+    source = RandomSource(family_of(DENSE), 3)
+    assert all(distance(tensor, source.get(name).to(tensor)) < 0.1 for name, tensor in export(made.model))
+    before = made.logprobs(batch())
+    made.snapshot("start")
+    losses = [made.step(batch(), TERMS, 1e-3).loss for _ in range(4)]
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+    for a, b in zip(made.logprobs(batch(), under="start"), before, strict=True):
+        assert abs(a - b).max() < 0.05
+    made.save(tmp_path)
+    again = learner(alone, DENSE, precision=spec)
+    again.load(tmp_path)
+    assert again.loss(batch(), TERMS) == pytest.approx(made.loss(batch(), TERMS), rel=0.02)

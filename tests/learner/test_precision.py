@@ -4,6 +4,8 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -269,6 +271,31 @@ def test_grouped_products_would_round_fp32():
     with pytest.raises(ConfigError, match=r"learner.grouped_gemm = 'on': .*precision.dtype=bf16 or learner.grouped_gemm=auto"):
         grouped_gemm("on", "fp32", planned("H100"))
     assert not grouped_gemm("auto", "fp32", planned("H100"))
+
+
+def test_micro_batches_are_filled_up_for_fp8():
+    """What each of 2 tensor-parallel ranks has of a sequence must be a multiple of 16, or of 32."""
+    from mcore_agent.learner.groups import Layout
+    from mcore_agent.learner.step import _whole
+
+    groups = SimpleNamespace(layout=Layout(tp=2, sp=True))
+    lengths = {}
+    for fp8 in ("off", "current", "mxfp8"):
+        model: Any = SimpleNamespace(groups=groups, precision=PrecisionSpec("bf16", fp8))
+        lengths[fp8] = [_whole(n, model) for n in (1, 32, 33)]
+    assert lengths == {"off": [2, 32, 34], "current": [32, 32, 64], "mxfp8": [64, 64, 64]}
+
+
+def test_the_optimizer_knows_of_fp8():
+    import torch
+
+    from mcore_agent.learner.optimizer import OptimSpec, _config
+
+    model: Any = SimpleNamespace(dtype=torch.bfloat16, precision=PrecisionSpec("bf16", "mxfp8", fp8_params=True))
+    made = _config(model, OptimSpec())
+    assert (made.fp8_recipe, made.reuse_grad_buf_for_mxfp8_param_ag) == ("mxfp8", True)
+    model.precision = PrecisionSpec("bf16")
+    assert _config(model, OptimSpec()).fp8_recipe is None
 
 
 # ------------------------------------------------------------------------------------------- layers and their names

@@ -30,12 +30,6 @@ def masked(micro: MicroBatch) -> MicroBatch:
     return changed(micro, list(range(len(micro.lengths))))
 
 
-def zeros(lengths: list[int], seed: int) -> MicroBatch:
-    """Rows of token 0, as padding is: all their hidden states are one vector, so all go to the same two experts of a layer."""
-    micro = micro_of(lengths, seed)
-    return MicroBatch(micro.tokens * 0, micro.lengths, micro.rows, micro.columns)
-
-
 IDLE = filler(ORDINARY[0].columns)
 # name -> four micro-batches; with two data-parallel ranks each has two of them
 BATCHES = {
@@ -46,7 +40,6 @@ BATCHES = {
     "nothing but rows of one token": [micro_of([1], 12), micro_of([1, 1, 1], 13), micro_of([1], 14), IDLE],
     "masked micro-batches": [masked(ORDINARY[0]), ORDINARY[1], masked(micro_of([3, 17], 15)), masked(ORDINARY[1])],
     "all masked": [masked(m) for m in (*ORDINARY, micro_of([4], 16), micro_of([1, 30], 17))],
-    "experts without tokens": [zeros([6, 1], 18), zeros([2], 19), zeros([9, 4], 20), IDLE],
     "an ordinary one": [*ORDINARY, micro_of([4, 6], 21), micro_of([12], 22)],
 }
 
@@ -101,10 +94,6 @@ def test_equals_one_process(ranks, layout, kind, setup):  # noqa: F811
 def test_batches_are_what_they_are_called():
     for name in ("all masked", "nothing but rows of one token"):
         assert wanted("qwen3", name).loss == 0 and not any(g.any() for g in wanted("qwen3", name).grads.values())
-    experts = [g for n, g in wanted("qwen3_moe", "experts without tokens").grads.items() if "experts" in n]
-    idle = sum(not grad.any() for grad in experts)
-    assert idle == len(experts) / 2  # two of four in each layer
-    assert abs(wanted("qwen3_moe", "experts without tokens").loss) > 0.1
     assert all(g.any() for g in wanted("qwen3_moe", "an ordinary one").grads.values())
 
 
@@ -168,7 +157,7 @@ def test_memory_does_not_grow_with_micro_batches(ranks, layout, kind, setup):  #
     """Of a micro-batch stay its outputs (a log-probability and an entropy per token); a token's activations are 50 times as much."""
     config, weights = model(kind)
     micro = micro_of([40, 13, 27], 23)
-    few, many = 3, 13
+    few, many = 2, 8
     for (scored, trained), (scored_many, trained_many) in ranks(peaks, layout, config, weights, micro, (few, many), setup):
         kept = (many - few) * len(micro.tokens) * 2 * 8
         assert scored_many - scored <= kept and trained_many - trained <= kept
