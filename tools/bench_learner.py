@@ -5,12 +5,12 @@
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from alternate import cpu_seconds
 
 SHAPE_135M = {
     "model_type": "llama",
@@ -59,12 +59,7 @@ def compare(config: dict[str, Any], rows: list[np.ndarray], repeats: int) -> dic
     losses = {name: side() for name, side in sides.items()}  # also warms up
     if abs(losses["learner"] - losses["hugging_face"]) > 1e-3 * abs(losses["hugging_face"]):
         raise AssertionError(f"the two sides do not compute the same: {losses}")
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeats):
-        for name, side in sides.items():
-            start = time.process_time()
-            side()
-            seconds[name].append(time.process_time() - start)
+    seconds = cpu_seconds(sides, repeats)
     total = sum(len(row) for row in rows)
     ratios = [h / o for o, h in zip(seconds["learner"], seconds["hugging_face"], strict=True)]
     speeds = {f"{name}_tokens_per_cpu_s": total / statistics.median(times) for name, times in seconds.items()}

@@ -6,12 +6,12 @@ the two ratios. Lengths are heavy-tailed, as turns of an agent are: between 32 a
 
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from alternate import cpu_seconds
 
 SHAPE_7M: dict[str, Any] = {
     "model_type": "llama",
@@ -61,12 +61,7 @@ def run(repeats: int = 5, rows: int = 32) -> dict[str, float]:
     losses = {name: side() for name, side in sides.items()}  # also warms up
     if abs(losses["packed"] - losses["padded"]) > 1e-5 * abs(losses["padded"]):
         raise AssertionError(f"packed and padded rows do not compute the same: {losses}")
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeats):
-        for name, side in sides.items():
-            start = time.process_time()
-            side()
-            seconds[name].append(time.process_time() - start)
+    seconds = cpu_seconds(sides, repeats)
     speed = {name: [tokens[name] / s for s in seconds[name]] for name in sides}
     found = {f"{name}_tokens_per_cpu_s": statistics.median(values) for name, values in speed.items()}
     for other in ("padded", "dense", "dense_at_mean"):
