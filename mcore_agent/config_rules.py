@@ -5,12 +5,22 @@ from typing import Any
 
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, is_mcore, read_meta
-from mcore_agent.config import Config, ConfigError, CriticConfig
+from mcore_agent.config import Config, ConfigError
 from mcore_agent.layout import LayoutError
-from mcore_agent.precision import Machine, PrecisionSpec, Split, check_precision, grouped_gemm, planned, this_machine
+from mcore_agent.precision import Machine, PrecisionSpec, Split, check_offload, check_precision, grouped_gemm, planned, this_machine
 from mcore_agent.registry import RegistryError, check, create, get
 
 NOTHING = "Nothing was started"
+# Keys of the learner that only some optimizers read.
+READ_BY = {
+    "betas": ("adamw", "muon"),
+    "eps": ("adamw", "muon"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "scale": ("muon",),
+    "rest_lr": ("muon",),
+    "offload": ("adamw",),
+}
 
 
 def _value(c: Config, name: str) -> Any:
@@ -21,7 +31,7 @@ def _value(c: Config, name: str) -> Any:
 
 def check_rules(config: Config, gpu: str | None = None) -> None:
     """Raises ConfigError for the first rule that the configuration breaks, here or on a machine with ``gpu``."""
-    for rule in (_model, _variants, _sampling, _layout, _stages, _critic):
+    for rule in (_model, _variants, _sampling, _layout, _optimizer, _stages, _critic):
         rule(config)
     if gpu is None:
         _hardware(config)
@@ -87,8 +97,19 @@ def _layout(c: Config) -> None:
         _ = c.layout
     except LayoutError as e:
         raise ConfigError(e.key, _value(c, e.key), str(e), NOTHING) from e
+
+
+def _optimizer(c: Config) -> None:
+    name = c.learner.optimizer
+    for key, users in READ_BY.items():
+        if name not in users:
+            _unused(c, f"{name} does not read it", f"learner.{key}", way_out=f"Leave the key out, or use {' or '.join(users)}")
     if len(c.learner.betas) != 2 or not all(0 <= b < 1 for b in c.learner.betas):
         raise ConfigError("learner.betas", c.learner.betas, "not two numbers in [0, 1)", "For example [0.9, 0.95]")
+    if c.learner.eps == 0:
+        raise ConfigError("learner.eps", 0.0, "a weight that never had a gradient would be divided by 0", "For example 1e-8")
+    if c.learner.momentum >= 1:
+        raise ConfigError("learner.momentum", c.learner.momentum, "updates would never die away", "Give a value below 1, for example 0.95")
 
 
 def _stages(c: Config) -> None:
@@ -113,7 +134,7 @@ def _critic(c: Config) -> None:
         if "values" in estimator.needs:
             raise ConfigError("critic.mode", "off", f"the estimator {spec['name']!r} needs a critic's values",
                               "Set critic.mode to separate or shared, or choose another estimator")  # fmt: skip
-        _unused(c, "critic.mode is off", "lr", "coef", "clip", "detach", "warmup")
+        _unused(c, "critic.mode is off", *(f"critic.{key}" for key in ("lr", "coef", "clip", "detach", "warmup")))
         return
     if "values" not in estimator.needs or "returns" not in estimator.gives:
         raise ConfigError("critic.mode", critic.mode, f"the estimator {spec['name']!r} has no use for values",
@@ -123,21 +144,21 @@ def _critic(c: Config) -> None:
     if critic.coef == 0:
         raise ConfigError("critic.coef", 0.0, "the critic would never learn", "Give a value above 0, for example 0.5")
     if critic.mode == "shared":
-        _unused(c, "the policy's optimizer trains a shared critic", "lr", "warmup")
+        _unused(c, "the policy's optimizer trains a shared critic", "critic.lr", "critic.warmup")
     else:
-        _unused(c, "a separate critic has its own backbone", "detach")
+        _unused(c, "a separate critic has its own backbone", "critic.detach")
     shortest = min(c.steps(stage) for stage in rl)
     if critic.warmup >= shortest:
         raise ConfigError("critic.warmup", critic.warmup, f"an rl stage has {shortest} steps, and would never train its policy",
                           f"Give at most {shortest - 1}")  # fmt: skip
 
 
-def _unused(c: Config, why: str, *names: str) -> None:
-    """Refuses keys of ``critic`` that are set although nothing would read them."""
+def _unused(c: Config, why: str, *names: str, way_out: str = "Leave the key out") -> None:
+    """Refuses keys, by full name, that are set although nothing would read them."""
     for name in names:
-        value, default = vars(c.critic)[name], vars(CriticConfig())[name]
-        if value != default:
-            raise ConfigError(f"critic.{name}", value, f"has no effect: {why}", "Leave the key out")
+        value = _value(c, name)
+        if value != _value(Config(), name):
+            raise ConfigError(name, value, f"has no effect: {why}", way_out)
 
 
 def _hardware(c: Config) -> None:
@@ -161,11 +182,13 @@ def _precision(c: Config, gpu: str | None) -> None:
     machine = Machine()
     if gpu is not None:
         machine = planned(gpu)
-    elif spec.fp8 != "off" or c.learner.grouped_gemm == "on":  # else the machine does not matter, and torch need not load
+    elif spec.fp8 != "off" or c.learner.grouped_gemm == "on" or c.learner.offload:  # else torch need not load
         machine = this_machine()
     split = Split(layout.tp, layout.etp, layout.pp, c.learner.optimizer, c.learner.offload)
     check_precision(spec, family_of(hf_config_of(c)).arch, split, machine)
     grouped_gemm(c.learner.grouped_gemm, c.precision.dtype, machine)
+    if c.learner.offload:
+        check_offload(c.precision.dtype, machine)
 
 
 def hf_config_of(c: Config) -> dict[str, Any]:
@@ -190,6 +213,9 @@ def _family(c: Config) -> None:
     except ConvertError as e:
         name, value = ("model.path", c.model.path) if c.model.path else ("model.config", c.model.config)
         raise ConfigError(name, value, str(e), "See the table of models and layouts in the README") from e
+    if family.arch.head_dim % 2:
+        raise ConfigError("model.config" if c.model.config else "model.path", f"head_dim {family.arch.head_dim}",
+                          "rotary embeddings turn pairs of elements", "Use an even head size")  # fmt: skip
     layout = c.layout
     sizes: list[dict[str, int]] = [{"tp": layout.tp}, {"pp": layout.pp}, {"ep": layout.ep}, {"etp": layout.etp}]
     for size in (*sizes, {"vpp": layout.vpp, "pp": layout.pp}):

@@ -185,13 +185,25 @@ def end_tree(pid: int) -> None:
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
-        _, alive = psutil.wait_procs(tree, timeout=GRACE_S)
+        alive = _left(tree, GRACE_S)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        deadline = time.monotonic() + 1
-        while alive and time.monotonic() < deadline:
-            _, alive = psutil.wait_procs(alive, timeout=0.1)
+        _left(alive, 1.0)
+
+
+def _left(processes: Sequence[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """Those that still run after ``limit_s`` seconds; a zombie, which may have lost whoever would reap it, does not."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        left = []
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process)
+        if not left or time.monotonic() > deadline:
+            return left
+        psutil.wait_procs(left, timeout=0.05)
 
 
 if __name__ == "__main__":

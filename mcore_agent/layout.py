@@ -11,6 +11,9 @@ class LayoutError(ValueError):
         self.key = key
 
 
+MOST_RANKS = 1 << 20  # no cluster has more
+
+
 @dataclass(frozen=True)
 class Layout:
     """How many ranks share what. ``world = tp * cp * dp * pp``.
@@ -41,6 +44,21 @@ class Layout:
         for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp"):
             if getattr(self, key) < 1:
                 raise LayoutError(f"learner.{key} is {getattr(self, key)}; it counts ranks or parts, so it is at least 1", f"learner.{key}")
+        if self.world > MOST_RANKS:
+            largest = max(("tp", "cp", "dp", "pp"), key=lambda key: getattr(self, key))
+            most = MOST_RANKS // (self.world // getattr(self, largest))
+            raise LayoutError(
+                f"learner.{largest} is {getattr(self, largest)}, which makes {self.world} ranks; at most {MOST_RANKS} can be: "
+                + (f"set learner.{largest} to at most {most}" if most else "lower tp, cp, dp and pp"),
+                f"learner.{largest}",
+            )
+        if self.stage_ranks % self.etp:
+            legal = [n for n in range(1, self.stage_ranks + 1) if self.stage_ranks % n == 0]
+            raise LayoutError(
+                f"learner.etp is {self.etp}, but a pipeline stage has {self.stage_ranks} ranks (tp * cp * dp): an expert is split over "
+                f"those, so etp must divide them; set learner.etp to {min(legal, key=lambda n: (abs(n - self.etp), n))}",
+                "learner.etp",
+            )
         if self.stage_ranks % (self.ep * self.etp):
             raise LayoutError(
                 f"learner.ep * learner.etp is {self.ep} * {self.etp}, but a pipeline stage has {self.stage_ranks} ranks (tp * cp * dp): "
@@ -56,7 +74,7 @@ class Layout:
 
     def _nearest_ep(self) -> int:
         legal = [n for n in range(1, self.stage_ranks + 1) if self.stage_ranks % (n * self.etp) == 0]
-        return min(legal, key=lambda n: (abs(n - self.ep), n), default=1)
+        return min(legal, key=lambda n: (abs(n - self.ep), n))
 
     @property
     def stage_ranks(self) -> int:
@@ -87,3 +105,6 @@ class Layout:
             )
         if not experts and self.ep > 1:
             raise LayoutError(f"learner.ep is {self.ep}, but the model has no experts to split; set learner.ep to 1", "learner.ep")
+        if not experts and self.etp != self.tp:
+            message = f"learner.etp is {self.etp}, but the model has no experts to split; leave it out, or set it to 0 (as learner.tp)"
+            raise LayoutError(message, "learner.etp")

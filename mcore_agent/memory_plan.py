@@ -7,7 +7,7 @@ norms elsewhere in the order of parameters, which moves paddings. Everything els
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_convert.families import Family, Param
 from ckpt_convert.families.base import EMBEDDING, OUTPUT
@@ -46,6 +46,7 @@ class Shape:
     fp8: str = "off"
     fp8_edge_bf16: int = 0
     fp8_params: bool = False
+    offload: bool = False  # the optimizer's state is in host memory
 
     def __post_init__(self):
         if self.etp == 0:
@@ -81,17 +82,24 @@ class State:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The fullest rank of a pipeline stage, in bytes. The last three are estimates."""
+    """The fullest rank of a pipeline stage, in bytes. FP8 copies, activations and communication are estimates."""
 
     stage: int
     state: State
     fp8_copies: int
     activations: int
     communication: int
+    host: int = 0  # the optimizer's state where it is not on the GPU: in host memory, and in no total
+    critic: State = State(0, 0, 0)  # of a model of its own
+
+    @property
+    def resting(self) -> int:
+        """Without activations."""
+        return self.state.total + self.critic.total + self.fp8_copies + self.communication
 
     @property
     def total(self) -> int:
-        return self.state.total + self.fp8_copies + self.activations + self.communication
+        return self.resting + self.activations
 
 
 # ------------------------------------------------------------------------------- weights, gradients, optimizer
@@ -108,21 +116,24 @@ class Piece:
     matrix: bool  # Muon's, with optimizer muon
 
 
-def pieces(family: Family, shape: Shape, stage: int, chunk: int) -> list[Piece]:
-    """A rank's parameters of one virtual stage, in Megatron's order (of expert rank 0: all have equal sizes)."""
+def pieces(family: Family, shape: Shape, stage: int, chunk: int, head: bool = True) -> list[Piece]:
+    """A rank's parameters of one virtual stage, in Megatron's order (of expert rank 0: all have equal sizes).
+
+    Without ``head``: of a critic's backbone, which has no output layer.
+    """
     a = family.arch
     per_chunk = a.layers // (shape.pp * shape.vpp)
     first = (chunk * shape.pp + stage) * per_chunk
-    head = stage == shape.pp - 1 and chunk == shape.vpp - 1
+    last = stage == shape.pp - 1 and chunk == shape.vpp - 1
     mine, ends = range(first, first + per_chunk), []
     if stage == 0 and chunk == 0:
         ends.append(EMBEDDING)
     layers = [p for p in family.globals() if p.layer in mine and (p.expert or 0) < max(1, a.experts // shape.ep)]
     layers.sort(key=lambda p: (p.layer, _order(p)))
     params = [family.param(name) for name in ends] + layers
-    if head:
+    if last:
         params += [p for p in family.globals() if p.layer is None and p.name not in (EMBEDDING, OUTPUT)]  # the last norm
-        if not a.tied or shape.pp > 1:
+        if head and (not a.tied or shape.pp > 1):
             params.append(family.param(OUTPUT))
     return [_piece(p, family, shape) for p in params]
 
@@ -205,12 +216,14 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def rank_state(family: Family, shape: Shape, stage: int, replica: int | None = None, expert_replica: int | None = None) -> State:
-    """State of a rank by its place among the ``replicas`` and ``expert_replicas``; None: of the fullest one."""
+def rank_state(
+    family: Family, shape: Shape, stage: int, replica: int | None = None, expert_replica: int | None = None, head: bool = True
+) -> State:
+    """State of a rank by its place among the ``replicas`` and ``expert_replicas``; None: of the fullest one. ``head``: see ``pieces``."""
     weights = gradients = optimizer = 0
     width = BYTES[shape.dtype]
     for chunk in range(shape.vpp):
-        mine = pieces(family, shape, stage, chunk)
+        mine = pieces(family, shape, stage, chunk, head)
         for kind in sorted({(p.expert, p.product and shape.fp8_params) for p in mine}):
             group = [p for p in mine if (p.expert, p.product and shape.fp8_params) == kind]
             expert, fp8 = kind
@@ -296,18 +309,28 @@ def communication(shape: Shape) -> int:
     return CONTEXT + COMMUNICATOR * sum(size > 1 for size in groups)
 
 
-def plan(family: Family, shape: Shape, gpu: bool) -> list[StagePlan]:
-    """The fullest rank of every pipeline stage; ``gpu``: with what CUDA and NCCL take."""
-    return [
-        StagePlan(
-            stage=stage,
-            state=rank_state(family, shape, stage),
-            fp8_copies=fp8_copies(family, shape, stage),
-            activations=activations(family.arch, shape, stage),
-            communication=communication(shape) if gpu else 0,
-        )
-        for stage in range(shape.pp)
-    ]
+def plan(family: Family, shape: Shape, gpu: bool, critic: bool = False) -> list[StagePlan]:
+    """The fullest rank of every pipeline stage; ``gpu``: with what CUDA and NCCL take; ``critic``: beside a separate critic.
+
+    The critic's value head, of hidden size + 1 elements, is left out.
+    """
+    return [_stage_plan(family, shape, stage, gpu, critic) for stage in range(shape.pp)]
+
+
+def _stage_plan(family: Family, shape: Shape, stage: int, gpu: bool, critic: bool) -> StagePlan:
+    states = [rank_state(family, shape, stage), rank_state(family, shape, stage, head=False) if critic else State(0, 0, 0)]
+    host = sum(state.optimizer for state in states) if shape.offload else 0
+    if shape.offload:
+        states = [replace(state, optimizer=0) for state in states]
+    return StagePlan(
+        stage=stage,
+        state=states[0],
+        critic=states[1],
+        host=host,
+        fp8_copies=fp8_copies(family, shape, stage) * (2 if critic else 1),
+        activations=activations(family.arch, shape, stage),
+        communication=communication(shape) if gpu else 0,
+    )
 
 
 def kv_bytes(a: Arch, tokens: int, dtype: str, tp: int = 1) -> int:

@@ -41,29 +41,31 @@ def shape_of(c: Config) -> memory_plan.Shape:
         fp8=c.precision.fp8,
         fp8_edge_bf16=c.precision.fp8_edge_bf16,
         fp8_params=c.precision.fp8_params,
+        offload=c.learner.offload,
     )
 
 
 def _memory(c: Config, gpu: GpuType | None) -> Iterator[tuple[str, str]]:
     """Marked with ~: estimates. Training and rollout take turns, so that activations and the engine do not meet."""
     family, shape = family_of(hf_config_of(c)), shape_of(c)
-    stages = memory_plan.plan(family, shape, gpu is not None)
+    stages = memory_plan.plan(family, shape, gpu is not None, critic=c.critic.mode == "separate")
     for stage in stages:
         parts = [
             ("weights ", stage.state.weights),
             ("gradients ", stage.state.gradients),
             ("optimizer ", stage.state.optimizer),
+            ("separate critic ~", stage.critic.total),
             ("FP8 weights ~", stage.fp8_copies),
             (f"activations (recompute {shape.recompute}) ~", stage.activations),
             ("CUDA and NCCL ~", stage.communication),
         ]
         text = ", ".join(name + size(value) for name, value in parts if value)
+        text += f"; in host memory ~{size(stage.host)} of optimizer" if stage.host else ""
         yield (f"stage {stage.stage + 1} of {shape.pp}" if shape.pp > 1 else "training"), f"~{size(stage.total)}: {text}"
     rows = min(c.rollout.prompts * c.rollout.group_size, c.rollout.max_batch)
     weights = memory_plan.engine_weights(family, shape.dtype)
     cache = memory_plan.kv_bytes(family.arch, rows * c.rollout.max_tokens, shape.dtype)
-    first = stages[0]
-    resting = first.state.total + first.fp8_copies + first.communication
+    resting = stages[0].resting
     yield (
         "rollout, on rank 0",
         (
@@ -117,16 +119,18 @@ def _precision(c: Config) -> str:
     p = c.precision
     if p.fp8 == "off":
         return p.dtype
-    edges = f", {p.fp8_edge_bf16} layers at either end in {p.dtype}" if p.fp8_edge_bf16 else ""
+    edges = f", {p.fp8_edge_bf16} layer{'s' * (p.fp8_edge_bf16 > 1)} at either end in {p.dtype}" if p.fp8_edge_bf16 else ""
     return f"{p.dtype}, matrix products in FP8 ({p.fp8} scaling, {p.fp8_format}){', with their weights' * p.fp8_params}{edges}"
 
 
 def _ranks(c: Config) -> Iterator[tuple[str, str]]:
     n = c.layout
-    extra = (f"vpp {n.vpp}, " if n.vpp > 1 else "") + ("sp on, " if n.sp else "")
+    extra = (f", vpp {n.vpp}" if n.vpp > 1 else "") + (", sp on" if n.sp else "")
     cp = f" x cp {n.cp}" if n.cp > 1 else ""
+    experts = family_of(hf_config_of(c)).arch.experts
     etp = f" x etp {n.etp}" if n.etp != n.tp else ""
-    yield "learner ranks", f"{c.world} = tp {n.tp}{cp} x pp {n.pp} x dp {n.dp}, {extra}experts over ep {n.ep}{etp}"
+    parts = f", experts over ep {n.ep}{etp}" if experts else ""
+    yield "learner ranks", f"{c.world} = tp {n.tp}{cp} x pp {n.pp} x dp {n.dp}{extra}{parts}"
     yield "threads per rank", str(threads_per_rank(c))
     yield "engine", f"{c.rollout.engine}, on rank 0, in turns with the learner"
 
@@ -149,6 +153,8 @@ def _parts(c: Config) -> Iterator[tuple[str, str]]:
     yield "environment", _call(c.env)
     yield "rewards", ", ".join(map(_call, c.reward))
     yield "credit", " then ".join(map(_call, c.credit))
+    if c.critic.mode != "off":
+        yield "critic", "a model of its own" if c.critic.mode == "separate" else "a head on the policy"
     for spec in c.loss:
         term = create("loss", spec)
         yield "loss", f"{_call(spec)} on channel {term.channel}; needs {', '.join(term.needs) or 'nothing more'}"

@@ -253,3 +253,13 @@ def grouped_gemm(asked: str, dtype: str, machine: Machine) -> bool:
             way = "Use learner.grouped_gemm=auto"
         raise ConfigError("learner.grouped_gemm", asked, f"grouped products of experts need {lacks}", way)
     return runs and asked != "off"
+
+
+def check_offload(dtype: str, machine: Machine) -> None:
+    """Raises ConfigError where AdamW's state cannot move to host memory."""
+    if machine.gpu is None:
+        raise ConfigError("learner.offload", True, "this machine has no CUDA GPU: the optimizer is in host memory as it is",
+                          "Use learner.offload=false")  # fmt: skip
+    if dtype != "bf16":
+        raise ConfigError("learner.offload", True, f"megatron-core 0.19.2 offloads master weights of bf16 parameters only, and "
+                          f"precision.dtype is {dtype}", "Use precision.dtype=bf16 or learner.offload=false")  # fmt: skip

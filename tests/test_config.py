@@ -49,6 +49,16 @@ REFUSED = {
     "learner.sp=on": r"learner\.sp = 'on': .*no ranks to split over",
     "learner.dispatcher=allgather": r"learner\.dispatcher = 'allgather': the model has no experts",
     "learner.betas=[0.9]": r"learner\.betas = \[0\.9\]: not two numbers",
+    "learner.etp=2": r"learner\.etp = 2: .*a pipeline stage has 1 ranks.*set learner\.etp to 1",
+    "learner.tp=2 learner.etp=1": r"learner\.etp = 1: .*no experts to split.*leave it out",
+    "learner.dp=1000000000000": r"learner\.dp = 1000000000000: .*set learner\.dp to at most 1048576",
+    "learner.momentum=0.5": r"learner\.momentum = 0\.5: has no effect: adamw does not read it.*use sgd or muon",
+    "learner.optimizer=sgd learner.betas=[0.9, 0.99]": r"learner\.betas = \[0\.9, 0\.99\]: has no effect: sgd.*use adamw or muon",
+    "learner.optimizer=muon learner.offload=true": r"learner\.offload = True: has no effect: muon.*use adamw",
+    "learner.optimizer=sgd learner.momentum=1": r"learner\.momentum = 1\.0: updates would never die away.*below 1",
+    "learner.eps=0": r"learner\.eps = 0\.0: .*divided by 0.*1e-8",
+    "learner.offload=true": r"learner\.offload = True: this machine has no CUDA GPU.*learner\.offload=false",
+    "model.config.head_dim=15": r"head_dim 15.*even head size",
     "learner.backend=nccl": r"learner\.backend = 'nccl': this machine has no CUDA GPU.*backend=auto",
     "learner.backend=mpi": r"learner\.backend = 'mpi': not a legal value.*auto, gloo, nccl",
     "precision.fp8=delayed": r"precision\.fp8 = 'delayed': FP8 needs a CUDA GPU",
@@ -87,6 +97,16 @@ def test_refused(word):
         load_config(QUICKSTART, re.split(r" (?=learner\.|precision\.)", word))
 
 
+def test_optimizers_and_their_keys():
+    """The rules know what the optimizers read."""
+    from mcore_agent.config_rules import READ_BY
+    from mcore_agent.learner.optimizer import USES
+
+    assert {key: {n for n, used in USES.items() if key in used} for used in USES.values() for key in used} == {
+        key: set(users) for key, users in READ_BY.items()
+    }
+
+
 def test_on_and_off_are_words_where_there_are_others(tmp_path):
     """YAML 1.1 takes them for booleans."""
     words = ["learner.recompute=off", "learner.sp=off", "precision.fp8=off", "learner.tp=2", "run.export=on"]
@@ -115,6 +135,7 @@ def test_what_is_planned_for_a_gpu_may_need_one():
         ("quickstart", [*FP8, "model.config.hidden_size=72"], "H100", r"precision\.fp8 = 'current': the hidden size is 72.*16"),
         ("quickstart", [*FP8, "precision.fp8_params=true", "learner.optimizer=muon"], "H100", r"fp8_params = True: .*muon"),
         ("quickstart", [*FP8, "precision.fp8_params=true", "learner.offload=true"], "H100", r"fp8_params = True: .*learner\.offload=false"),
+        ("quickstart", ["learner.offload=true"], "H100", r"learner\.offload = True: .*precision\.dtype is fp32.*precision\.dtype=bf16"),
         ("quickstart", [], "H101", r"--gpu = 'H101': .*H100"),
         ("quickstart_moe", ["learner.grouped_gemm=on"], None, r"learner\.grouped_gemm = 'on': .*a CUDA GPU.*grouped_gemm=auto"),
         ("quickstart_moe", ["learner.grouped_gemm=on"], "H100", r"learner\.grouped_gemm = 'on': .*precision\.dtype=bf16"),

@@ -295,7 +295,8 @@ def check(*words: str) -> str:
     from mcore_agent.plan_report import report
 
     gpu = [w.removeprefix("--gpu=") for w in words if w.startswith("--gpu=")]
-    return report(load_config("recipes/quickstart.yaml", [w for w in words if not w.startswith("--")]), *gpu)
+    config = load_config("recipes/quickstart.yaml", [w for w in words if not w.startswith("--")], gpu=gpu[0] if gpu else None)
+    return report(config, *gpu)
 
 
 def line(text: str, name: str) -> str:
@@ -326,10 +327,23 @@ def test_report_for_a_gpu():
 
 def test_report_follows_the_layout():
     text = check("learner.tp=2", "learner.pp=2", "learner.cp=2", "learner.recompute=full")
-    assert "8 = tp 2 x cp 2 x pp 2 x dp 1, sp on, experts" in text and "activations (recompute full)" in text
+    assert "8 = tp 2 x cp 2 x pp 2 x dp 1, sp on\n" in text and "activations (recompute full)" in text
     assert "vpp" not in text and "etp" not in text
     more = check("model.config.num_hidden_layers=4", "learner.pp=2", "learner.vpp=2")
-    assert "dp 1, vpp 2, experts over ep 1" in line(more, "learner ranks")
+    assert line(more, "learner ranks").endswith("dp 1, vpp 2")
+
+
+def test_report_counts_a_separate_critic_and_an_offloaded_optimizer():
+    """The critic's backbone is the policy's without the last stage's copy of the embedding."""
+    words = ("learner.pp=2", "precision.dtype=bf16", "credit=[{name: gae}]", "critic.mode=separate", "--gpu=H100")
+    family, shape = family_of(quickstart()), Shape(pp=2)
+    own, critics = rank_state(family, shape, 1), rank_state(family, shape, 1, head=False)
+    assert own.weights - critics.weights == 384 * 64 * 2
+    text = check(*words)
+    assert f"separate critic ~{critics.total / 1024:.3g} KiB" in line(text, "stage 2") and "a model of its own" in line(text, "critic")
+    moved = line(check(*words, "learner.offload=true"), "stage 2")
+    assert ", optimizer " not in moved and f"separate critic ~{(critics.weights + critics.gradients) / 1024:.3g} KiB" in moved
+    assert moved.endswith(f"in host memory ~{(own.optimizer + critics.optimizer) / 2**20:.3g} MiB of optimizer")
 
 
 def test_report_says_when_it_does_not_fit():

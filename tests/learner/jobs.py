@@ -1,5 +1,8 @@
 """What the tests of the learner run on ranks."""
 
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,3 +81,23 @@ def alone(
         if name != "output_layer.weight" or not learner.model.family.arch.tied:
             grads |= learner.model.family.to_hf(name, [value])
     return done.loss, done.logp, grads
+
+
+def gloo_threads() -> int:
+    """Threads of this process that run gloo's collectives, once their number has stayed the same for a while.
+
+    A new thread gets its name late, and those of a group that has gone end late.
+    """
+
+    def count() -> int:
+        names = []
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                names.append((task / "comm").read_text())
+        return sum(name.startswith("pt_gloo_runloop") for name in names)
+
+    counts = [count()]
+    while len(counts) < 5 or (len(counts) < 100 and len(set(counts[-5:])) > 1):
+        time.sleep(0.05)
+        counts.append(count())
+    return counts[-1]

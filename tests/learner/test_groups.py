@@ -2,7 +2,6 @@
 
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from mcore_agent.layout import Layout, LayoutError
 from mcore_agent.learner import groups as learner_groups
 from mcore_agent.learner.groups import Groups
 from mcore_agent.loss.sft_nll import SftNll
-from tests.learner.jobs import learner_of
+from tests.learner.jobs import gloo_threads, learner_of
 from tests.learner.models import config_of, micro_of, weights_of
 from tests.ranks import ranks  # noqa: F401
 
@@ -20,6 +19,8 @@ REFUSED = {
     (("ep", 2),): "a pipeline stage has 1 ranks .* set learner.ep to 1",
     (("dp", 6), ("ep", 4)): "4 \\* 1, but a pipeline stage has 6 ranks .* set learner.ep to 3",
     (("tp", 2), ("dp", 2), ("ep", 4), ("sp", True)): "4 \\* 2, but a pipeline stage has 4 ranks .* set learner.ep to 2",
+    (("dp", 4), ("etp", 3)): "learner.etp is 3, but a pipeline stage has 4 ranks .* set learner.etp to 2",
+    (("dp", 10**12),): "makes 1000000000000 ranks; .* set learner.dp to at most 1048576",
     (("vpp", 2),): "no stages to interleave; set learner.vpp to 1",
     (("sp", True),): "no ranks to split over; switch learner.sp off",
 }
@@ -29,7 +30,7 @@ REFUSED = {
 def test_illegal_layouts(sizes):
     with pytest.raises(LayoutError, match=REFUSED[sizes]) as caught:
         Layout(**dict(sizes))
-    assert caught.value.key in {"learner.tp", "learner.ep", "learner.vpp", "learner.sp"}
+    assert caught.value.key in {"learner.tp", "learner.ep", "learner.etp", "learner.dp", "learner.vpp", "learner.sp"}
 
 
 def test_experts_and_the_layout():
@@ -37,6 +38,9 @@ def test_experts_and_the_layout():
         Layout(tp=2).check_experts(4)
     with pytest.raises(LayoutError, match="no experts to split; set learner.ep to 1"):
         Layout(dp=2, ep=2).check_experts(0)
+    with pytest.raises(LayoutError, match="learner.etp is 1, but the model has no experts to split"):
+        Layout(tp=2, etp=1).check_experts(0)
+    Layout(tp=2).check_experts(0)
     Layout(tp=2, sp=True).check_experts(4)
 
 
@@ -80,11 +84,6 @@ def rebuilt(groups: Groups) -> list[set[timedelta]]:
 def test_rebuilt_groups_keep_their_timeout(ranks):  # noqa: F811
     for found in ranks(rebuilt, Layout(tp=2, cp=2)):
         assert found == [{timedelta(minutes=2)}] * 4
-
-
-def gloo_threads() -> int:
-    tasks = Path("/proc/self/task")
-    return sum((task / "comm").read_text().startswith("pt_gloo") for task in tasks.iterdir())
 
 
 def used_up(groups: Groups) -> int:

@@ -14,7 +14,7 @@ from mcore_agent.learner.groups import Groups, Layout
 from mcore_agent.learner.learner import Learner
 from mcore_agent.learner.repairs import filesystem_async
 from mcore_agent.loss.sft_nll import SftNll
-from tests.learner.jobs import learner_of
+from tests.learner.jobs import gloo_threads, learner_of
 from tests.learner.models import config_of, micro_of, weights_of
 from tests.ranks import ranks  # noqa: F401
 
@@ -109,14 +109,9 @@ def test_a_save_would_start_a_process():
 
 def _workers_of_a_new_group() -> int:
     """How many threads that run gloo's collectives come with one more group."""
-
-    def workers() -> int:
-        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-        return names.count("pt_gloo_runloop")
-
-    before = workers()
+    before = gloo_threads()
     group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    found = workers() - before
+    found = gloo_threads() - before
     dist.destroy_process_group(group)
     return found
 
