@@ -15,6 +15,7 @@ They die with this process, however it ends.
 import atexit
 import ctypes
 import functools
+import gc
 import inspect
 import os
 import pickle
@@ -162,6 +163,8 @@ def serve(address: str, port: int) -> None:
             try:
                 if number != joined:
                     learner_groups.destroy()
+                    groups = None
+                    gc.collect()  # models of earlier jobs, and the groups that they hold
                     fresh = dist.PrefixStore(str(number), store)
                     groups, joined = learner_groups.initialize(layout, store=fresh, rank=rank, timeout_s=COLLECTIVE_S), number
                 function = functools.reduce(getattr, name.split("."), __import__(module, fromlist=["_"]))

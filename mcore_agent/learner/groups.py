@@ -1,6 +1,5 @@
 """Process groups: who this rank is, and with whom it shares tensors, stages, data and experts."""
 
-import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -153,9 +152,8 @@ def current(layout: Layout) -> Groups:
 
 
 def destroy() -> None:
-    """Leaves all groups. Models that are no longer held give theirs up, with their threads and connections."""
+    """Leaves all groups. Their threads end when nobody holds them any more: models do, until they are collected."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
