@@ -167,11 +167,6 @@ class Learner:
         self.snapshots[name] = self._taken
         self._kept[name] = [p.detach().to("cpu", copy=True) for p in self.model.parameters().values()]
 
-    def drop(self, name: str) -> None:
-        """Forgets a snapshot, if there is one of that name."""
-        self._kept.pop(name, None)
-        self.snapshots.pop(name, None)
-
     @contextmanager
     def _weights_of(self, name: str) -> Iterator[None]:
         """The snapshot's weights in place of the current ones, which wait where the snapshot was."""
