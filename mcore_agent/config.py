@@ -49,6 +49,7 @@ class RunConfig:
     eval_tasks: int = key(0, "tasks of each evaluation; 0: no evaluation", low=0)
     eval_split: str = key("eval", "split that evaluations play")
     export: bool = key(False, "write a Hugging Face folder at the end")
+    late_s: float = key(300.0, "seconds after which a hand-over is called late, with who is late; 0: never", low=0, harmless=True)
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,13 @@ class PrecisionConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     engine: str = key("local", "inference engine")
+    engines: int = key(0, "number of engines; 0: as many as the learner's GPUs hold, one without GPUs", low=0)
+    tp: int = key(1, "GPUs of an engine", low=1)
+    options: dict[str, Any] = key({}, "further arguments of the engine")
+    placement: str = key("colocated", "engine and learner take turns, or each has its own devices", choices=("colocated", "separate"))
+    max_lag: int = key(0, "weight versions that a token may be behind when it is learned from; 0: on-policy", low=0)
+    over_sample: float = key(0.0, "further groups that each step starts, in parts of rollout.prompts; the first to end are taken", low=0)
+    stall_s: float = key(60.0, "seconds without a token after which an engine counts as frozen; above 0", harmless=True)
     prompts: int = key(8, "tasks per step", low=1)
     group_size: int = key(16, "episodes per task", low=1)
     temperature: float = key(1.0, "of sampling and of the learner's log-probabilities; above 0")
@@ -126,6 +134,20 @@ class CriticConfig:
 class BatchConfig:
     token_budget: int = key(8192, "tokens per micro-batch; a longer row gets one of its own", low=1)
     minibatches: int = key(1, "optimizer steps per collected batch", low=1)
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """How much a sampled token counts when other weights, or another engine's arithmetic, have sampled it."""
+
+    treatment: str = key("auto", "of w = learner's / engine's probability; auto: truncate where they are known to differ",
+                         choices=("auto", "off", "truncate", "clip", "mask"))  # fmt: skip
+    level: str = key("token", "whose w: the token's, the episode's, or its mean per token", choices=("token", "sequence", "geometric"))
+    low: float = key(0.0, "clip, mask: lower end of the band; at most 1", low=0)
+    high: float = key(2.0, "upper end of the band; at least 1", low=1)
+    max_age: int = key(0, "weight versions after which a token is not trained on; 0: rollout.max_lag decides", low=0)
+    dump_every: int = key(0, "steps between dumps of the rows on which engine and learner differ most; 0: none", low=0)
+    stop: bool = key(False, "end the run when engine and learner drift apart, instead of saying so")
 
 
 @dataclass(frozen=True)
@@ -159,6 +181,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     env: dict[str, Any] = key({}, "environment: {name: ..., its arguments}")
     reward: list[dict[str, Any]] = key([{"name": "outcome"}], "rewards, summed")

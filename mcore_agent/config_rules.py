@@ -7,10 +7,13 @@ from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, is_mcore, read_meta
 from mcore_agent.config import Config, ConfigError
 from mcore_agent.layout import LayoutError
+from mcore_agent.loss.correction import Correction, automatic, correct, uncorrected
 from mcore_agent.precision import Machine, PrecisionSpec, Split, check_offload, check_precision, grouped_gemm, planned, this_machine
 from mcore_agent.registry import RegistryError, check, create, get
 
 NOTHING = "Nothing was started"
+# Arguments of engines that follow from other keys.
+GIVEN = frozenset({"hf_config", "dtype", "max_batch", "tp", "gpus", "folder", "address"})
 # Keys of the learner that only some optimizers read.
 READ_BY = {
     "betas": ("adamw", "muon"),
@@ -31,11 +34,12 @@ def _value(c: Config, name: str) -> Any:
 
 def check_rules(config: Config, gpu: str | None = None) -> None:
     """Raises ConfigError for the first rule that the configuration breaks, here or on a machine with ``gpu``."""
-    for rule in (_model, _variants, _sampling, _layout, _optimizer, _stages, _critic):
+    for rule in (_model, _variants, _engine, _sampling, _layout, _optimizer, _stages, _critic):
         rule(config)
     if gpu is None:
         _hardware(config)
     _family(config)
+    _correction(config)
     _precision(config, gpu)
 
 
@@ -62,10 +66,6 @@ def _variants(c: Config) -> None:
     specs += [(f"credit[{i}]", "transform", s) for i, s in enumerate(c.credit) if i]
     specs += [(f"loss[{i}]", "loss", s) for i, s in enumerate(c.loss)]
     specs += [("rollout.parser", "parser", {"name": c.rollout.parser})]
-    try:
-        get("engine", c.rollout.engine)
-    except RegistryError as e:
-        raise ConfigError("rollout.engine", c.rollout.engine, str(e), "Choose one of those") from e
     for where, kind, spec in specs:
         try:
             check(kind, spec)
@@ -77,6 +77,26 @@ def _variants(c: Config) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError("reward", name, "two rewards have this name", "Keep one of them")
+
+
+def _engine(c: Config) -> None:
+    r = c.rollout
+    try:
+        engine = get("engine", r.engine)
+    except RegistryError as e:
+        raise ConfigError("rollout.engine", r.engine, str(e), "Choose one of those") from e
+    for name in set(r.options) & GIVEN:
+        raise ConfigError(f"rollout.options.{name}", r.options[name], "follows from other keys", "Leave it out")
+    try:
+        check("engine", {"name": r.engine, **r.options}, supplied=GIVEN)
+    except RegistryError as e:
+        raise ConfigError("rollout.options", r.options, str(e), "Options are the engine's own arguments") from e
+    if not engine.own_process:
+        for name, value in (("engines", r.engines), ("tp", r.tp)):
+            if value > 1:
+                raise ConfigError(f"rollout.{name}", value, f"the {r.engine} engine is one, on one device", "Use another engine, or give 1")
+    if r.stall_s <= 0:
+        raise ConfigError("rollout.stall_s", r.stall_s, "every engine would count as frozen", "For example 60")
 
 
 def _sampling(c: Config) -> None:
@@ -189,6 +209,40 @@ def _precision(c: Config, gpu: str | None) -> None:
     grouped_gemm(c.learner.grouped_gemm, c.precision.dtype, machine)
     if c.learner.offload:
         check_offload(c.precision.dtype, machine)
+
+
+def correction_of(c: Config) -> Correction | None:
+    """What ``correction`` asks for. Raises LossError for a band that cannot be."""
+    from ckpt_convert.families import family_of
+
+    o = c.correction
+    if o.treatment == "off":
+        return None
+    if o.treatment == "auto":
+        hf = hf_config_of(c)
+        found = automatic(moe=bool(family_of(hf).arch.experts), max_lag=c.rollout.max_lag, quantized="quantization_config" in hf)
+        return found and Correction(level=o.level, high=o.high)  # type: ignore[arg-type]
+    return Correction(o.treatment, o.level, o.low, o.high)  # type: ignore[arg-type]
+
+
+def _correction(c: Config) -> None:
+    o = c.correction
+    try:
+        correction = correction_of(c)
+    except ValueError as e:
+        raise ConfigError("correction", o.treatment, str(e), "Widen the band") from e
+    if correction is None:
+        _unused(c, "no correction is on", "correction.level", "correction.low", "correction.high")
+    elif correction.treatment == "truncate":
+        _unused(c, "truncate bounds from above only", "correction.low")
+    if not any(stage.kind == "rl" for stage in c.stages):
+        return
+    terms = correct([create("loss", spec) for spec in c.loss], correction)
+    if found := uncorrected([term.needs for term in terms], c.rollout.max_lag):
+        raise ConfigError("correction.treatment", o.treatment, *found)
+    if o.max_age > c.rollout.max_lag:
+        raise ConfigError("correction.max_age", o.max_age, f"no token is older than rollout.max_lag = {c.rollout.max_lag}",
+                          "Lower it or leave it out")  # fmt: skip
 
 
 def hf_config_of(c: Config) -> dict[str, Any]:

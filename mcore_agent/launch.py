@@ -1,7 +1,6 @@
 """Starting ranks and ending them: everything that a run started is gone within seconds of its end."""
 
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import os
@@ -9,16 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import IO
 
 import psutil
 
 from mcore_agent.config import Config, ConfigError, threads_per_rank
+from mcore_agent.processes import die_with_parent, end_tree
 
 LAUNCHER = "MCORE_AGENT_LAUNCHER"  # process id of the command that started the ranks, in their environment
-GRACE_S = 3.0  # between asking processes to end and killing them
 
 
 def launched() -> bool:
@@ -62,13 +60,6 @@ def adopt_environment(config: Config) -> None:
                           f"needs {config.world} ranks, but the launcher started {world}", "Make both agree")  # fmt: skip
     os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(config))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def die_with_parent() -> None:
-    """This process gets SIGKILL when its parent ends, however that ends (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def interruptible() -> None:
@@ -172,38 +163,6 @@ def end_with_launcher() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and not psutil.pid_exists(int(launcher)):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def end_tree(pid: int) -> None:
-    """Ends a process and all its descendants: asked first, killed after GRACE_S seconds.
-
-    Asked by SIGTERM, which a process that is still importing obeys without a traceback.
-    """
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        tree = [*root.children(recursive=True), root]
-        for process in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        alive = _left(tree, GRACE_S)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        _left(alive, 1.0)
-
-
-def _left(processes: Sequence[psutil.Process], limit_s: float) -> list[psutil.Process]:
-    """Those that still run after ``limit_s`` seconds; a zombie, which may have lost whoever would reap it, does not."""
-    deadline = time.monotonic() + limit_s
-    while True:
-        left = []
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    left.append(process)
-        if not left or time.monotonic() > deadline:
-            return left
-        psutil.wait_procs(left, timeout=0.05)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """The parallel layout of a learner: how many ranks share what, and which layouts can be."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 class LayoutError(ValueError):
-    """A parallel layout that cannot be: the message names the key (``key``), the value, the reason and a way out."""
+    """A parallel layout that cannot be: ``reason`` holds the way out too, and ``key`` and ``value`` what breaks the rule."""
 
-    def __init__(self, message: str, key: str = "learner"):
-        super().__init__(message)
-        self.key = key
+    def __init__(self, reason: str, key: str = "learner", value: Any = None):
+        super().__init__(reason if value is None else f"{key} is {value}: {reason}")
+        self.key, self.reason = key, reason
 
 
 MOST_RANKS = 1 << 20  # no cluster has more
@@ -43,34 +44,31 @@ class Layout:
             object.__setattr__(self, "etp", self.tp)
         for key in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp"):
             if getattr(self, key) < 1:
-                raise LayoutError(f"learner.{key} is {getattr(self, key)}; it counts ranks or parts, so it is at least 1", f"learner.{key}")
+                raise self._refusal(key, "it counts ranks or parts, so it is at least 1")
         if self.world > MOST_RANKS:
             largest = max(("tp", "cp", "dp", "pp"), key=lambda key: getattr(self, key))
             most = MOST_RANKS // (self.world // getattr(self, largest))
-            raise LayoutError(
-                f"learner.{largest} is {getattr(self, largest)}, which makes {self.world} ranks; at most {MOST_RANKS} can be: "
-                + (f"set learner.{largest} to at most {most}" if most else "lower tp, cp, dp and pp"),
-                f"learner.{largest}",
-            )
+            way_out = f"set learner.{largest} to at most {most}" if most else "lower tp, cp, dp and pp"
+            raise self._refusal(largest, f"that makes {self.world} ranks, and at most {MOST_RANKS} can be; {way_out}")
+        stage = f"a pipeline stage has {self.stage_ranks} ranks (tp * cp * dp)"
         if self.stage_ranks % self.etp:
             legal = [n for n in range(1, self.stage_ranks + 1) if self.stage_ranks % n == 0]
-            raise LayoutError(
-                f"learner.etp is {self.etp}, but a pipeline stage has {self.stage_ranks} ranks (tp * cp * dp): an expert is split over "
-                f"those, so etp must divide them; set learner.etp to {min(legal, key=lambda n: (abs(n - self.etp), n))}",
-                "learner.etp",
-            )
+            nearest = min(legal, key=lambda n: (abs(n - self.etp), n))
+            raise self._refusal("etp", f"{stage}, over which an expert is split, and it must divide them; set learner.etp to {nearest}")
         if self.stage_ranks % (self.ep * self.etp):
-            raise LayoutError(
-                f"learner.ep * learner.etp is {self.ep} * {self.etp}, but a pipeline stage has {self.stage_ranks} ranks (tp * cp * dp): "
-                f"experts are split over those, so ep * etp must divide them; set learner.ep to {self._nearest_ep()}",
-                "learner.ep",
+            raise self._refusal(
+                "ep",
+                f"{stage}, over which experts are split, and ep * etp = {self.ep} * {self.etp} must divide them; "
+                f"set learner.ep to {self._nearest_ep()}",
             )
         if self.vpp > 1 and self.pp == 1:
-            message = f"learner.vpp is {self.vpp} but learner.pp is 1: there are no stages to interleave; set learner.vpp to 1"
-            raise LayoutError(message, "learner.vpp")
+            raise self._refusal("vpp", "learner.pp is 1, so there are no stages to interleave; set learner.vpp to 1")
         if self.sp and self.tp == 1:
-            message = "learner.sp is on but learner.tp is 1: there are no ranks to split over; switch learner.sp off"
-            raise LayoutError(message, "learner.sp")
+            raise self._refusal("sp", "learner.tp is 1, so there are no ranks to split over; switch learner.sp off")
+
+    def _refusal(self, key: str, reason: str) -> LayoutError:
+        value = getattr(self, key)
+        return LayoutError(reason, f"learner.{key}", {True: "on", False: "off"}[value] if key == "sp" else value)
 
     def _nearest_ep(self) -> int:
         legal = [n for n in range(1, self.stage_ranks + 1) if self.stage_ranks % (n * self.etp) == 0]
@@ -98,13 +96,12 @@ class Layout:
     def check_experts(self, experts: int) -> None:
         """Raises LayoutError when a model with that many experts cannot be trained so."""
         if experts and self.tp > 1 and not self.sp:
-            raise LayoutError(
-                f"learner.sp is off, but learner.tp is {self.tp} and the model has experts: Megatron trains experts under tensor "
-                "parallelism only with sequence parallelism; switch learner.sp on",
-                "learner.sp",
+            raise self._refusal(
+                "sp",
+                f"learner.tp is {self.tp} and the model has experts: Megatron trains experts under tensor parallelism only with "
+                "sequence parallelism; switch learner.sp on",
             )
         if not experts and self.ep > 1:
-            raise LayoutError(f"learner.ep is {self.ep}, but the model has no experts to split; set learner.ep to 1", "learner.ep")
+            raise self._refusal("ep", "the model has no experts to split; set learner.ep to 1")
         if not experts and self.etp != self.tp:
-            message = f"learner.etp is {self.etp}, but the model has no experts to split; leave it out, or set it to 0 (as learner.tp)"
-            raise LayoutError(message, "learner.etp")
+            raise self._refusal("etp", "the model has no experts to split; leave it out, or set it to 0 (as learner.tp)")

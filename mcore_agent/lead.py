@@ -11,9 +11,10 @@ import numpy as np
 
 from ckpt_convert.write import carry_files, whole_or_nothing
 from mcore_agent import summary
-from mcore_agent.agent.episode import Agent, Limits, Sampling
 from mcore_agent.agent.render import ChatRenderer
 from mcore_agent.agent.tokenizer import contents, load_tokenizer, save_tokenizer, train_tokenizer
+from mcore_agent.batch.age import limit_age
+from mcore_agent.batch.correction import weigh
 from mcore_agent.batch.microbatch import Plan
 from mcore_agent.batch.plan import gather, split, to_column
 from mcore_agent.batch.rowset import rowset
@@ -22,16 +23,18 @@ from mcore_agent.batch.sft import demonstration
 from mcore_agent.config import Config, ConfigError
 from mcore_agent.credit.groups import informative
 from mcore_agent.credit.pipeline import assign
+from mcore_agent.loss.correction import Correction
 from mcore_agent.metrics import Console, Metrics
+from mcore_agent.mismatch import DriftAlarm, drift_by_age, dump, numbers_of, outliers
 from mcore_agent.policy import Policy
 from mcore_agent.protocols import InfraError
 from mcore_agent.registry import create
 from mcore_agent.reward.pipeline import score
-from mcore_agent.rollout.collect import Collector
 from mcore_agent.state import write_atomic
 from mcore_agent.types import Batch, Episode, Message
 
 TOKENIZER_DIALOGS = 500  # demonstrations that a new tokenizer is trained on
+DUMPED = 16  # rows of a dump of what engine and learner differ on
 OUTAGE = 3  # steps in a row without a single episode that could be played: then the run ends
 
 
@@ -57,18 +60,12 @@ class Lead:
         self.console = Console()
         stack.callback(self.console.close)
         self.domain = create("env", c.env)
-        source = {"name": "epochs", "seed": c.run.seed}
-        self.source = create("source", source, domain=self.domain)
-        self.demos = create("source", source, domain=self.domain)
+        self.demos = create("source", {"name": "epochs", "seed": c.run.seed}, domain=self.domain)
         self.tokenizer = self._tokenizer()
         self.renderer = ChatRenderer(self.tokenizer, self.domain.tools)
         self._keep_files()
-        parser = create("parser", {"name": c.rollout.parser}, tools=tuple(self.domain.tools))
-        limits = Limits(c.rollout.max_turns, c.rollout.max_new, c.rollout.max_tokens)
-        agent = Agent(self.renderer, parser, limits)
-        assert policy.engine
-        self.collector = Collector(policy.engine, self.domain, agent, c.rollout.group_size, c.rollout.retries)
-        self.sampling = Sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k)
+        self.alarm = DriftAlarm(stop=c.correction.stop)
+        self.step = 0
         self.barren = 0  # steps in a row without a usable episode
         self.paces: list[float] = []  # seconds of the last steps
         self.label = ""
@@ -121,13 +118,9 @@ class Lead:
 
     def collect(self, step: int, numbers: dict[str, Any]) -> list[Episode]:
         """The step's episodes, group after group."""
-        tasks = self.source.next(self.config.rollout.prompts)
-        play = self.collector.collect(
-            tasks, run_seed=self.config.run.seed, step=step, sampling=self.sampling, progress=self._playing("collect")
-        )
-        episodes, stats = self.policy.run(play)
-        self.source.observe(episodes)
-        numbers.update(stats.metrics())
+        self.step = step
+        episodes, stats = self.policy.serving.play("collect", step, self.policy.version, progress=self._playing("collect"))
+        numbers.update(stats)
         self.barren = 0 if usable(episodes)[0] else self.barren + 1
         if self.barren == OUTAGE:
             raise Outage(f"in {OUTAGE} steps", episodes)
@@ -144,16 +137,44 @@ class Lead:
         self._write_episodes(scored, step)
         return scored
 
-    def batch(self, episodes: list[Episode]) -> Batch:
-        """What is learned from; failed episodes are left out and were counted."""
-        return Batch(tuple(usable(episodes)[0]))
+    def batch(self, episodes: list[Episode], version: int, numbers: dict[str, Any]) -> Batch:
+        """What weights of ``version`` learn from; failed episodes are left out and were counted, as are tokens that are too old."""
+        batch, oldest = Batch(tuple(usable(episodes)[0])), self.config.correction.max_age
+        if oldest and batch.episodes:
+            batch, numbers["correction/too_old"] = limit_age(batch, version, oldest)
+        return batch.with_columns(logp_old=batch.tokens("logp")) if batch.episodes else batch
+
+    def compare(self, batch: Batch, version: int, correction: Correction | None, numbers: dict[str, Any]) -> Batch:
+        """Engine against learner, by age of the tokens; with a correction the batch gets its weights."""
+        if not batch.episodes:
+            return batch
+        ages = drift_by_age(batch, version)
+        numbers.update(numbers_of(ages))
+        if 0 in ages:
+            numbers["mismatch/age_0/logp_abs_mean"] = ages[0].abs_mean
+        every = self.config.correction.dump_every
+        if every and self.step % every == 0:
+            dump(self.folder / "mismatch" / f"step-{self.step:06d}.jsonl", outliers(batch, DUMPED))
+        if correction is None:
+            return batch
+        weight, found = weigh(batch, correction)
+        numbers.update(found)
+        return batch.with_columns(is_weight=weight)
+
+    def watch(self, numbers: dict[str, Any]) -> None:
+        """Says when engine and learner drift apart. Raises MismatchError where the recipe wants the run to end then."""
+        lagging = self.config.rollout.max_lag > 0  # the weights of older tokens have moved, which is no drift
+        mean = numbers.get("mismatch/age_0/logp_abs_mean" if lagging else "mismatch/logp_abs_mean")
+        if mean is not None and (text := self.alarm.observe(mean)):
+            self.console.say(text)
+        numbers["mismatch/alarm"] = int(self.alarm.active)
 
     def credit(self, batch: Batch, numbers: dict[str, Any]) -> Batch:
         """The batch with advantages."""
         batch = assign(batch, self.config.credit)
         if batch.episodes:
             mask = batch.channel("pg")
-            batch = batch.with_columns(logp_old=batch.tokens("logp"), **{"mask:pg": mask.astype(np.float32)})
+            batch = batch.with_columns(**{"mask:pg": mask.astype(np.float32)})
             group = batch.by("group")
             numbers["credit/groups"] = int(group.max()) + 1
             numbers["credit/groups_with_signal"] = len(np.unique(group[informative(batch)]))
@@ -167,8 +188,8 @@ class Lead:
             episodes.append(demonstration(task, tokens, mask, f"demo/{step}/{i}"))
         return Batch(tuple(episodes))
 
-    def plans(self, batch: Batch, roles: Mapping[str, list[Any]], kind: str) -> Plans:
-        """What to compute: for each mini-batch one plan per role, and a probe where no training would measure the mismatch."""
+    def plans(self, batch: Batch, roles: Mapping[str, list[Any]], kind: str, probe: bool) -> Plans:
+        """What to compute: for each mini-batch one plan per role, and with ``probe`` a look where no training measures the mismatch."""
         c = self.config
         if not batch.episodes:
             return []
@@ -182,7 +203,7 @@ class Lead:
                 plan = split(rows, c.batch.token_budget, c.learner.dp)
                 if not plan.empty:
                     plans.append((role, plan))
-        if kind == "rl" and (len(parts) > 1 or "train" not in dict(plans)):
+        if probe and (len(parts) > 1 or "train" not in dict(plans)):
             rows = rowset(batch, columns=("logp_old", "mask:pg"))
             plans.insert(0, ("probe", split(rows, c.batch.token_budget, c.learner.dp)))
         return plans
@@ -204,12 +225,11 @@ class Lead:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy and sampled success over the evaluation tasks, each scored once; failures are not counted as zeros."""
-        split_name, size = self.config.run.eval_split, self.domain.size(self.config.run.eval_split)
-        tasks = [self.domain.task(split_name, i) for i in range(min(self.config.run.eval_tasks, size or self.config.run.eval_tasks))]
+        size = self.domain.size(self.config.run.eval_split)
+        count = min(self.config.run.eval_tasks, size or self.config.run.eval_tasks)
         entry: dict[str, float] = {}
-        for name, sampling in (("greedy", Sampling(temperature=0.0)), ("sampled", self.sampling)):
-            play = self.collector.evaluate(tasks, run_seed=self.config.run.seed, step=step, sampling=sampling, progress=self._playing(name))
-            episodes, _ = self.policy.run(play)
+        for name in ("greedy", "sampled"):
+            episodes = self.policy.serving.play("evaluate", step, count, name == "greedy", progress=self._playing(name))
             good = [e for e in score(episodes, [{"name": "outcome"}]) if e.status != "infra_fail"]
             if not good:
                 raise Outage("in an evaluation", episodes)

@@ -41,12 +41,13 @@ class Shape:
     dtype: str = "bf16"
     optimizer: str = "adamw"
     recompute: str = "off"  # selective: the attention's inside; full: whole layers
-    tokens: int = 8192  # of a micro-batch, over all context-parallel ranks
+    tokens: int = 8192  # of a micro-batch, over all context-parallel ranks; see ``fill``
     micro_batches: int = 1  # of a data-parallel rank, per step
     fp8: str = "off"
     fp8_edge_bf16: int = 0
     fp8_params: bool = False
     offload: bool = False  # the optimizer's state is in host memory
+    async_save: bool = False  # checkpoints are written from copies in host memory
 
     def __post_init__(self):
         if self.etp == 0:
@@ -90,6 +91,7 @@ class StagePlan:
     activations: int
     communication: int
     host: int = 0  # the optimizer's state where it is not on the GPU: in host memory, and in no total
+    copies: int = 0  # in host memory while a checkpoint is written in the background; in no total
     critic: State = State(0, 0, 0)  # of a model of its own
 
     @property
@@ -248,6 +250,18 @@ def _optimizer(buffer: Buffer, group: list[Piece], shape: Shape, place: int | No
     return max(sizes) if place is None else sizes[place]
 
 
+def save_copies(family: Family, shape: Shape, stage: int, head: bool = True) -> int:
+    """Bytes of host memory while a checkpoint is written in the background, on the rank that writes for its replicas.
+
+    Weights, master weights and moments of its shards, whichever replica updates them. ``head``: see ``pieces``.
+    """
+    wide, total = max(4, BYTES[shape.dtype]), 0
+    for p in (p for chunk in range(shape.vpp) for p in pieces(family, shape, stage, chunk, head)):
+        moments = 2 if shape.optimizer == "muon" and not p.matrix else MOMENTS[shape.optimizer]
+        total += p.elements * (BYTES[shape.dtype] + wide * (1 + moments))
+    return total
+
+
 def fp8_copies(family: Family, shape: Shape, stage: int) -> int:
     """Estimate: weights of FP8 products in FP8, by row and by column; the first is the weight itself with ``fp8_params``."""
     if shape.fp8 == "off":
@@ -256,7 +270,16 @@ def fp8_copies(family: Family, shape: Shape, stage: int) -> int:
     return elements * (1 if shape.fp8_params else 2)
 
 
-# --------------------------------------------------------------------------------------- activations, FLOPs
+def fill(rows: int, row: int, budget: int, dp: int) -> tuple[int, int]:
+    """(tokens of a micro-batch, micro-batches of a data-parallel rank) of a step of ``rows`` rows of ``row`` tokens.
+
+    No micro-batch is fuller than the budget lets it be, nor than a rank's share of the step, but a whole row it holds.
+
+    >>> fill(rows=6, row=10, budget=40, dp=1), fill(rows=6, row=10, budget=1000, dp=2), fill(rows=1, row=10, budget=3, dp=2)
+    ((40, 2), (30, 1), (10, 1))
+    """
+    tokens = max(row, min(budget, share := -(-rows * row // dp)))
+    return tokens, -(-share // tokens)
 
 
 def layer_bytes(a: Arch, shape: Shape, recompute: str) -> float:
@@ -299,8 +322,8 @@ def activations(a: Arch, shape: Shape, stage: int) -> int:
     if stage < shape.pp - 1:
         return round(tokens * kept)
     kept += a.hidden * width * (2 / (shape.tp if shape.sp else 1) + 2)  # last norm; the head's input and its gradient
-    logits = min(CHUNK, shape.tokens) * padded_vocabulary(a.vocab, shape.tp) / shape.tp * max(4, width)
-    return round(tokens * kept + HEAD_COPIES * logits)
+    logits = min(CHUNK, shape.tokens) * padded_vocabulary(a.vocab, shape.tp) / shape.tp
+    return round(tokens * kept + HEAD_COPIES * logits * max(4, width))
 
 
 def communication(shape: Shape) -> int:
@@ -318,7 +341,8 @@ def plan(family: Family, shape: Shape, gpu: bool, critic: bool = False) -> list[
 
 
 def _stage_plan(family: Family, shape: Shape, stage: int, gpu: bool, critic: bool) -> StagePlan:
-    states = [rank_state(family, shape, stage), rank_state(family, shape, stage, head=False) if critic else State(0, 0, 0)]
+    heads = (True, False) if critic else (True,)  # the critic's backbone has no output layer
+    states = [rank_state(family, shape, stage, head=head) for head in heads] + [State(0, 0, 0)]
     host = sum(state.optimizer for state in states) if shape.offload else 0
     if shape.offload:
         states = [replace(state, optimizer=0) for state in states]
@@ -327,6 +351,7 @@ def _stage_plan(family: Family, shape: Shape, stage: int, gpu: bool, critic: boo
         state=states[0],
         critic=states[1],
         host=host,
+        copies=sum(save_copies(family, shape, stage, head) for head in heads) if shape.async_save else 0,
         fp8_copies=fp8_copies(family, shape, stage) * (2 if critic else 1),
         activations=activations(family.arch, shape, stage),
         communication=communication(shape) if gpu else 0,
@@ -336,11 +361,7 @@ def _stage_plan(family: Family, shape: Shape, stage: int, gpu: bool, critic: boo
 def kv_bytes(a: Arch, tokens: int, dtype: str, tp: int = 1) -> int:
     """Keys and values of ``tokens`` tokens on one of an engine's ``tp`` ranks; with more ranks than groups, groups are repeated.
 
-    >>> from ckpt_convert.families import family_of
-    >>> a = family_of({"model_type": "llama", "hidden_size": 6, "num_attention_heads": 3, "num_hidden_layers": 5,
-    ...                "intermediate_size": 5, "vocab_size": 7, "tie_word_embeddings": True}).arch
-    >>> kv_bytes(a, tokens=10, dtype="bf16")  # 10 tokens x 5 layers x key and value x 3 groups of size 2 x 2 bytes
-    1200
+    In bf16, 10 tokens of 5 layers with 3 groups of size 2 take 10 * 5 * 2 * 3 * 2 * 2 = 1200 bytes.
     """
     return tokens * a.layers * 2 * -(-a.groups // tp) * a.head_dim * BYTES[dtype]
 

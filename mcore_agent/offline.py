@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ckpt_convert.mcore_folder import HF
-from mcore_agent.agent.episode import Sampling
 from mcore_agent.batch.plan import split
 from mcore_agent.batch.rowset import RowSet
 from mcore_agent.config import Config
@@ -55,10 +54,7 @@ def print_rollouts(config: Config, checkpoint: Path | None, count: int, greedy: 
     with ExitStack() as stack:
         lead = _serving(config, checkpoint, stack)
         if lead:
-            tasks = [lead.domain.task(config.run.eval_split, i) for i in range(count)]
-            sampling = Sampling(temperature=0.0) if greedy else lead.sampling
-            episodes, _ = lead.policy.run(lead.collector.evaluate(tasks, run_seed=config.run.seed, sampling=sampling))
-            for episode in score(episodes, config.reward):
+            for episode in score(lead.policy.serving.play("evaluate", 0, count, greedy), config.reward):
                 _print_episode(episode, lead)
     return 0
 
@@ -72,6 +68,7 @@ def _serving(config: Config, checkpoint: Path | None, stack: ExitStack) -> Lead 
     else:
         policy.load_weights(checkpoint)
     lead = Lead(config, policy, stack, files) if policy.rank == 0 else None
+    policy.serving.open(lead.tokenizer if lead else None)
     policy.serve()
     return lead
 

@@ -22,26 +22,32 @@ def report(config: Config, gpu: str | None = None) -> str:
     sections = [("model", _model), ("ranks", _ranks), ("step", _step), ("stages", _stages), ("parts", _parts)]
     written = [(title, list(section(config))) for title, section in sections]
     kind = planned(gpu).gpu if gpu else None
-    written.insert(3, (f"memory of each {gpu} GPU" if gpu else "memory of each rank", list(_memory(config, kind))))
+    written.insert(3, (f"memory of each {kind.name} GPU" if kind else "memory of each rank", list(_memory(config, kind))))
     written.insert(4, ("work of a step", list(_work(config, kind))))
     return "\n".join(line for title, rows in written for line in (title, *(f"  {name:<22}{value}" for name, value in rows)))
 
 
+def step_rows(c: Config) -> int:
+    """Rows of the largest optimizer step, of all ranks; a step of the rl stages has whole groups."""
+    groups = math.ceil(c.rollout.prompts / c.batch.minibatches)
+    return max(stage.demos if stage.kind == "sft" else groups * c.rollout.group_size for stage in c.stages)
+
+
 def shape_of(c: Config) -> memory_plan.Shape:
-    """What of a configuration decides memory; a micro-batch is as full as it may be."""
-    tokens = max(c.batch.token_budget, c.rollout.max_tokens)
-    per_rank = c.rollout.prompts * c.rollout.group_size * c.rollout.max_tokens / (c.batch.minibatches * c.layout.dp)
+    """What of a configuration decides memory; rows and micro-batches are as full as they may be."""
+    tokens, micro_batches = memory_plan.fill(step_rows(c), c.rollout.max_tokens, c.batch.token_budget, c.layout.dp)
     return memory_plan.Shape(
         **dataclasses.asdict(c.layout),
         dtype=c.precision.dtype,
         optimizer=c.learner.optimizer,
         recompute=c.learner.recompute,
         tokens=tokens,
-        micro_batches=max(1, math.ceil(per_rank / tokens)),
+        micro_batches=micro_batches,
         fp8=c.precision.fp8,
         fp8_edge_bf16=c.precision.fp8_edge_bf16,
         fp8_params=c.precision.fp8_params,
         offload=c.learner.offload,
+        async_save=c.run.async_save,
     )
 
 
@@ -60,7 +66,9 @@ def _memory(c: Config, gpu: GpuType | None) -> Iterator[tuple[str, str]]:
             ("CUDA and NCCL ~", stage.communication),
         ]
         text = ", ".join(name + size(value) for name, value in parts if value)
-        text += f"; in host memory ~{size(stage.host)} of optimizer" if stage.host else ""
+        host = [f"~{size(stage.host)} of optimizer"] if stage.host else []
+        host += [f"~{size(stage.copies)} of copies while a checkpoint is written"] if stage.copies else []
+        text += f"; in host memory {' and '.join(host)}" if host else ""
         yield (f"stage {stage.stage + 1} of {shape.pp}" if shape.pp > 1 else "training"), f"~{size(stage.total)}: {text}"
     rows = min(c.rollout.prompts * c.rollout.group_size, c.rollout.max_batch)
     weights = memory_plan.engine_weights(family, shape.dtype)
@@ -139,14 +147,20 @@ def _step(c: Config) -> Iterator[tuple[str, str]]:
     episodes = c.rollout.prompts * c.rollout.group_size
     yield "episodes", f"{episodes} = {c.rollout.prompts} tasks x {c.rollout.group_size}"
     yield "tokens at most", f"{episodes * c.rollout.max_tokens:,} in rows of up to {c.rollout.max_tokens:,}"
-    yield "micro-batches", f"of up to {c.batch.token_budget:,} tokens on each of {c.learner.dp} data-parallel ranks"
+    tokens = shape_of(c).tokens
+    limit = f" (batch.token_budget={c.batch.token_budget:,} is never reached)" if tokens < c.batch.token_budget else ""
+    yield "micro-batches", f"of up to {tokens:,} tokens on each of {c.learner.dp} data-parallel ranks{limit}"
     yield "optimizer steps", f"{c.batch.minibatches} per batch"
 
 
 def _stages(c: Config) -> Iterator[tuple[str, str]]:
     for i, stage in enumerate(c.stages):
         until = f", until sampled success reaches {stage.until_success:g}" if stage.until_success else ""
-        yield f"{i + 1} {stage.kind}", f"at most {c.steps(stage)} steps at lr {stage.lr:g} ({stage.schedule}){until}"
+        steps, warmup = c.steps(stage), ""
+        if stage.warmup >= steps:
+            reached = stage.lr * steps / stage.warmup
+            warmup = f"; the warm-up of {stage.warmup} steps takes all of them, and the rate ends at {reached:g}"
+        yield f"{i + 1} {stage.kind}", f"at most {steps} steps at lr {stage.lr:g} ({stage.schedule}){warmup}{until}"
 
 
 def _parts(c: Config) -> Iterator[tuple[str, str]]:

@@ -1,12 +1,12 @@
-"""The policy on every rank: trained by the learner, served by the engine of rank 0, by turns."""
+"""The policy on every rank: trained by the learner, served by engines, by turns."""
 
-import asyncio
+import logging
+import os
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,20 @@ from ckpt_convert.write import carry_files, write_folder
 from mcore_agent.batch.microbatch import MicroBatch, Plan
 from mcore_agent.config import Config, threads_per_rank
 from mcore_agent.config_rules import hf_config_of, precision_of
+from mcore_agent.coordinator import open_coordinator
 from mcore_agent.learner import checkpoint, groups
 from mcore_agent.learner.learner import Learner, OptimSpec, Setup, StepStats
 from mcore_agent.learner.moe_losses import RouterLosses
-from mcore_agent.learner.offload import Offload
 from mcore_agent.learner.rescore import Rescorer
 from mcore_agent.learner.wait import open_line
-from mcore_agent.protocols import Engine, LossTerm
-from mcore_agent.registry import create
-from mcore_agent.rollout.states import TimeSlicer
+from mcore_agent.mismatch import Drift, drift
+from mcore_agent.protocols import LossTerm
+from mcore_agent.serving import Serving
 from mcore_agent.state import finish_folder
 from mcore_agent.weights.export import export
-from mcore_agent.weights.publish import publish
 
+log = logging.getLogger(__name__)
+LIVES = 3  # times that engines may die of one and the same publish
 Parts = list[tuple[str, list[MicroBatch]]]  # ("train", "critic" or "probe", this rank's micro-batches)
 
 
@@ -55,13 +56,15 @@ def optimizer_of(c: Config) -> OptimSpec:
 
 
 class Policy:
-    """Methods are collective unless they say otherwise; ``engine`` is None except on rank 0."""
+    """Methods are collective unless they say otherwise."""
 
     def __init__(self, config: Config, stack: ExitStack):
         c = config
         self.config = config
         self.hf_config = hf_config_of(config)
         torch.set_num_threads(threads_per_rank(c))
+        first = os.environ.get("RANK", "0") == "0"
+        coordinator = stack.enter_context(open_coordinator(c)) if first else None  # it imports while this rank does
         self.groups = groups.initialize(c.layout, backend=c.learner.backend)
         stack.callback(groups.destroy)
         self.rank = self.groups.rank
@@ -82,71 +85,15 @@ class Policy:
         self.learners = {TENSORS: self.learner}  # by their folders in a checkpoint; they sleep and wake together
         self.rescorer = Rescorer(self.learner, self.line, c.batch.token_budget)
         self.version = 0  # of the learner's weights: updates applied
-        self.served = -1  # the version that the engine has
-        self.engine: Engine | None = self._engine(stack) if self.rank == 0 else None
-        self.slicer = TimeSlicer(self._hooks())
-
-    # -------------------------------------------------------------------------------------------- the engine
-
-    def _engine(self, stack: ExitStack) -> Engine:
-        c = self.config
-        self._runner = stack.enter_context(asyncio.Runner())
-        spec = {"name": c.rollout.engine, "dtype": c.precision.dtype, "max_batch": c.rollout.max_batch}
-        engine: Engine = create("engine", spec, hf_config=self.hf_config)
-        stack.callback(lambda: self.run(engine.close()))
-        return engine
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Rank 0: runs asynchronous work to its end."""
-        return self._runner.run(work)
-
-    def _hooks(self) -> dict[str, Any]:
-        hooks: dict[str, Any] = {"publish": self._publish, "update": Learner.step, "save": self._save}
-        for event, act in (("trim", Offload.trim), ("sleep_learner", Offload.sleep), ("wake_learner", Offload.wake)):
-            hooks[event] = partial(self._memory, act)
-        engine = self.engine
-        if engine is not None:
-            hooks |= {
-                "drain": lambda: self.run(engine.abort()),
-                "sleep_engine": lambda: self.run(engine.sleep(("weights", "kv_cache"))),
-                "wake_weights": lambda: self.run(engine.wake(("weights",))),
-                "wake_engine": lambda: self.run(engine.wake(("kv_cache",))),
-            }
-        return hooks
-
-    def _memory(self, act: Callable[[Offload], None]) -> None:
-        for learner in self.learners.values():
-            act(learner.offload)
-
-    def _publish(self) -> None:
-        self.learner.offload.need("publish its weights", parameters_only=True)
-        tensors = export(self.learner.model)
-        if self.engine is not None:
-            self.run(publish(self.engine, tensors, self.version))
-        else:
-            for _ in tensors:  # every rank takes part in gathering shards
-                pass
+        self.serving = Serving(c, self.hf_config, self.groups, self.line, coordinator, self.learners, self._save, stack)
 
     def serve(self) -> None:
-        """The engine serves the learner's weights: every step of the way is a transition of the table."""
-        if self.served == self.version and self.slicer.state == "ROLLOUT":
-            return
-        self.train_mode()
-        for event in ("trim", "wake_weights", "publish", "sleep_learner", "wake_engine", "rollout"):
-            self.slicer.fire(event)
-        self.served = self.version
+        """The engines serve the learner's weights."""
+        self.serving.serve(self.version)
 
     def train_mode(self) -> None:
         """The learners have the memory."""
-        if self.slicer.state == "ROLLOUT":
-            for event in ("drain", "sleep_engine", "wake_learner"):
-                self.slicer.fire(event)
-
-    def handovers(self) -> dict[str, float]:
-        """Residual memory (MB) after each transition since the last call, by the state that it led to."""
-        found = {f"memory/{h.after}/{kind}_mb": size / 2**20 for h in self.slicer.log for kind, size in h.memory.items()}
-        self.slicer.log.clear()
-        return found
+        self.serving.slicer.train()
 
     # ------------------------------------------------------------------------------------------- the learner
 
@@ -197,6 +144,12 @@ class Policy:
         found = self.rescorer.outputs(plan, report=("routing",))
         return None if found is None else [[out["routing"] for out in rank] for rank in found]
 
+    def logp(self, plan: Plan | None) -> list[list[np.ndarray]] | None:
+        """Rank 0 gives a plan and gets the present weights' log-probabilities ``[dp rank][slot]``, each [T]."""
+        self.train_mode()
+        found = self.rescorer.outputs(plan)
+        return None if found is None else [[out["logp"] for out in rank] for rank in found]
+
     def reference_logp(self, plan: Plan | None) -> list[list[np.ndarray]] | None:
         """Rank 0 gives a plan and gets the reference policy's log-probabilities ``[dp rank][slot]``, each [T]."""
         self.train_mode()
@@ -213,23 +166,23 @@ class Policy:
     def step(self, learner: Learner, micro: Sequence[MicroBatch], terms: Sequence[LossTerm], lr: float) -> StepStats:
         """An optimizer step of one of the learners."""
         self.train_mode()
-        return self.slicer.fire("update", learner, micro, terms, lr)
+        return self.serving.slicer.fire("update", learner, micro, terms, lr)
 
     def update(self, parts: Parts, terms: Sequence[LossTerm], lr: float, compare: bool, numbers: dict[str, Any]) -> None:
         """An optimizer step for each training part. ``compare``: measures engine against learner on sampled tokens."""
-        gap = -1.0
+        gap: Drift | None = None
         stats: list[StepStats] = []
-        probed, passes_s = False, 0.0
+        passes_s = 0.0
         for kind, micro in parts:
             if kind == "probe":
                 self.train_mode()
                 clock = time.monotonic()
-                gap, probed = _largest_gap(micro, self.learner.logprobs(micro)), True
+                gap = _gap(micro, self.learner.logprobs(micro))
                 passes_s += time.monotonic() - clock
                 continue
             done = self.step(self.learner, micro, terms, lr)
-            if compare and not probed and not stats:
-                gap = _largest_gap(micro, done.logp)
+            if compare and gap is None:
+                gap = _gap(micro, done.logp)
             stats.append(done)
             passes_s += done.passes_s
             self.version += int(done.applied)
@@ -240,14 +193,18 @@ class Policy:
         if stats:
             numbers["loss"], numbers["grad_norm"] = stats[-1].loss, stats[-1].grad_norm
             numbers |= {f"loss/{name}": value for name, value in stats[-1].metrics.items()}
-        if compare and parts:
-            numbers["mismatch/logp_abs_max"] = self._most(gap)
+        if compare and gap is not None:
+            numbers |= self._of_all(gap).numbers()
 
-    def _most(self, value: float) -> float:
-        box = torch.tensor([value], device=groups.device(), dtype=torch.float64)
-        if self.groups.layout.world > 1:
-            dist.all_reduce(box, op=dist.ReduceOp.MAX)
-        return float(box)
+    def _of_all(self, gap: Drift) -> Drift:
+        """The ranks' sums; those that share a micro-batch count it alike, which no ratio shows."""
+        if self.groups.layout.world == 1:
+            return gap
+        sums = torch.tensor([gap.tokens, gap.abs_sum, gap.k3_sum], device=groups.device(), dtype=torch.float64)
+        most = torch.tensor([gap.abs_max], device=groups.device(), dtype=torch.float64)
+        dist.all_reduce(sums)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return Drift(int(sums[0]), float(sums[1]), float(most), float(sums[2]))
 
     # ------------------------------------------------------------------------------------------- checkpoints
 
@@ -260,7 +217,7 @@ class Policy:
 
         Returns what is still being written, with ``run.async_save``; else everything is.
         """
-        return self.slicer.fire("save", folder)
+        return self.serving.slicer.fire("save", folder)
 
     def _save(self, folder: Path) -> list[checkpoint.Writing]:
         if self.rank == 0:
@@ -309,8 +266,10 @@ class Policy:
                 pass
 
 
-def _largest_gap(micro: Sequence[MicroBatch], logp: Sequence[np.ndarray]) -> float:
-    """Largest |learner's log-probability - engine's| over sampled tokens; -1 without any."""
-    gaps = [np.abs(p - m.columns["logp_old"])[m.columns["mask:pg"] > 0] for m, p in zip(micro, logp, strict=True)]
-    found = np.concatenate(gaps) if gaps else np.zeros(0)
-    return float(found.max()) if len(found) else -1.0
+def _gap(micro: Sequence[MicroBatch], logp: Sequence[np.ndarray]) -> Drift:
+    """Learner's against engine's log-probabilities of sampled tokens."""
+    parts = []
+    for m, found in zip(micro, logp, strict=True):
+        chosen = m.columns["mask:pg"] > 0
+        parts.append(drift(found[chosen], m.columns["logp_old"][chosen]))
+    return sum(parts, Drift())

@@ -80,10 +80,11 @@ class Split:
 
 
 def planned(gpu: str) -> Machine:
-    """A machine of a GPU of the table, with all software that it can use. Raises ConfigError for an unknown name."""
-    if gpu not in GPUS:
+    """A machine of a GPU of the table, in any spelling, with all software that it can use. Raises ConfigError for an unknown one."""
+    found = {name.lower(): kind for name, kind in GPUS.items()}.get(gpu.lower())
+    if found is None:
         raise ConfigError("--gpu", gpu, "not a GPU of the table", f"Choose one of {', '.join(GPUS)}")
-    return Machine(GPUS[gpu], max(ENGINE.values()), max(CUDA.values()))
+    return Machine(found, max(ENGINE.values()), max(CUDA.values()))
 
 
 def this_machine() -> Machine:

@@ -17,6 +17,10 @@ class InfraError(RuntimeError):
     """The environment or the engine failed, not the policy: the episode is retried or dropped, never scored 0."""
 
 
+class EngineDown(InfraError):
+    """The engine's process is gone, frozen, or answers garbage: its requests may be asked of another, with the same tokens."""
+
+
 # --------------------------------------------------------------------------------------------- environments
 
 
@@ -113,6 +117,8 @@ class Request:
     top_k: int = 0  # 0: off
     seed: int = 0
     order: tuple[int, ...] = ()  # place in a batch: requests that run together are sorted by it
+    session: str = ""  # requests of one session extend one another: an engine that had the last has its keys and values
+    routing: bool = False  # report the experts that each token was sent to
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,8 @@ class Completion:
     """Token ids out. ``logp`` is taken after temperature over the whole vocabulary (before top-p and top-k).
 
     ``finish`` is ``stop`` (the last token is a stop token, which is included), ``length``, ``abort`` or ``error``
-    (``error`` then says why); every request ends with one of them.
+    (``error`` then says why); every request ends with one of them. ``routing`` has an entry for every token of prompt and
+    answer that the model read: all but the last.
     """
 
     tokens: np.ndarray  # [N] int64
@@ -129,6 +136,7 @@ class Completion:
     finish: str
     cached: int = 0  # prompt tokens whose keys and values were reused
     error: str = ""
+    routing: np.ndarray | None = None  # [P + N - 1, moe layers, experts per token] int32, if asked for
 
 
 @runtime_checkable
@@ -137,7 +145,12 @@ class Engine(Protocol):
 
     A client is one episode: the engine may wait for every open client's next request before it forms a batch.
     ``update`` outside ``begin_update`` … ``end_update`` raises; ``end_update`` raises unless every parameter was
-    given exactly once, then drops cached keys and values and serves ``version``.
+    given exactly once, then drops cached keys and values and serves ``version``. Every call raises EngineDown when the
+    engine's process is gone or answers garbage; a request then may be asked of another engine.
+
+    ``pause``: ``in_place`` keeps requests and their keys and values, ``retract`` keeps the requests (their keys and values
+    are computed again), ``abort`` ends them as ``abort``. ``progress`` grows while the engine works (tokens so far);
+    ``memory`` is bytes by kind that the engine holds now.
     """
 
     version: int
@@ -148,7 +161,7 @@ class Engine(Protocol):
 
     async def abort(self, ids: Iterable[str] | None = None) -> None: ...
 
-    async def pause(self) -> None: ...
+    async def pause(self, mode: str = "in_place") -> None: ...
 
     async def resume(self) -> None: ...
 
@@ -165,6 +178,10 @@ class Engine(Protocol):
     async def flush(self) -> None: ...
 
     async def checksum(self) -> dict[str, str]: ...
+
+    async def progress(self) -> int: ...
+
+    async def memory(self) -> dict[str, int]: ...
 
     async def close(self) -> None: ...
 

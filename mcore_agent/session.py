@@ -14,15 +14,18 @@ from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, read_meta
 from mcore_agent.batch.microbatch import Plan
 from mcore_agent.config import Config, ConfigError, StageConfig
+from mcore_agent.config_rules import correction_of
+from mcore_agent.coordinator import Remote
 from mcore_agent.critic import critic_of
 from mcore_agent.lead import Lead
 from mcore_agent.learner.checkpoint import CheckpointError, Writing, all_done
+from mcore_agent.loss.correction import correct
 from mcore_agent.policy import Parts, Policy
 from mcore_agent.registry import create
 from mcore_agent.state import Checkpoints, StateError, StateStore
 from mcore_agent.types import Batch, Episode
 
-LEAVE_S = 1.0  # how long an interrupted run waits for its writer; ranks are killed after launch.GRACE_S
+LEAVE_S = 1.0  # how long an interrupted run waits for its writer; ranks are killed after processes.GRACE_S
 
 
 @dataclass
@@ -82,12 +85,15 @@ class Session:
         self.checkpoints = Checkpoints(folder / "checkpoints", config.run.keep)
         self.policy = Policy(config, stack)
         self.critic = critic_of(config, self.policy)
+        self.correction = correction_of(config)
         self.lead = Lead(config, self.policy, stack, folder / HF) if self.policy.rank == 0 else None
+        self.policy.serving.open(self.lead.tokenizer if self.lead else None)
         self.store.add("progress", self.progress)
         self.store.add("policy", self.policy)
-        if self.lead:
-            self.store.add("source", self.lead.source)
+        if self.policy.serving.coordinator and self.lead:
+            self.store.add("rollout", Remote(self.policy.serving.coordinator))
             self.store.add("demos", self.lead.demos)
+            self.store.add("alarm", self.lead.alarm)
         self.flight: Flight | None = None
         stack.push(self._leave)
         self.numbers: dict[str, Any] = {}
@@ -105,9 +111,11 @@ class Session:
         else:
             self.policy.load(latest)
             if not self.lead:  # the task source lives on rank 0 only, but every rank needs the rest
-                self.store.add("source", _Ignored())
+                self.store.add("rollout", _Ignored())
                 self.store.add("demos", _Ignored())
+                self.store.add("alarm", _Ignored())
             self.store.load(latest / "state.json")
+            self.policy.serving.tell("load", latest)
             self.earlier_s = self.progress.wall_s
         if self.lead:
             self.lead.open_run(folder, self.progress.step, resumed=latest)
@@ -154,7 +162,8 @@ class Session:
     def _begin(self, stage: StageConfig) -> None:
         specs = self.config.loss if stage.kind == "rl" else [{"name": "sft_nll"}]
         temperature = self.config.rollout.temperature if stage.kind == "rl" else 1.0
-        self.terms = [create("loss", spec) for spec in specs]
+        terms = [create("loss", spec) for spec in specs]
+        self.terms = correct(terms, self.correction) if stage.kind == "rl" else terms
         fresh = self.progress.done == 0
         self.policy.begin(temperature, fresh)
         if self.critic and stage.kind == "rl" and fresh:
@@ -180,10 +189,20 @@ class Session:
 
     def credit(self, episodes: list[Episode] | None) -> Batch | None:
         """Rank 0: the batch with advantages; None elsewhere."""
-        batch = self.lead.batch(episodes) if self.lead and episodes is not None else None
+        batch = self.lead.batch(episodes, self.policy.version, self.numbers) if self.lead and episodes is not None else None
         if self.critic:
             batch = self._timed("values", partial(self._with_column, batch, "values", self.critic.values))
+        if self._proximal():
+            batch = self._timed("proximal", partial(self._with_column, batch, "logp_prox", self.policy.logp))
+            if self.lead and batch is not None:
+                batch = self.lead.compare(batch, self.policy.version, self.correction, self.numbers)
         return self.lead.credit(batch, self.numbers) if self.lead and batch is not None else None
+
+    def _proximal(self) -> bool:
+        """Whether the log-probabilities of the weights that a batch finds are needed, beside those of the weights that sampled."""
+        c, every = self.config, self.config.correction.dump_every
+        needed = {name for part in (*self.terms, create("estimator", c.credit[0])) for name in part.needs}
+        return "logp_prox" in needed or bool(every and self.progress.step % every == 0)
 
     def imitate(self, stage: StageConfig, step: int) -> Batch | None:
         """Rank 0: a batch of demonstrations; None elsewhere."""
@@ -198,7 +217,8 @@ class Session:
             batch = self._with_column(batch, "logp_ref", self.policy.reference_logp)
         if self.config.learner.routing_replay == "old" and stage.kind == "rl":
             batch = self._with_column(batch, "routing", self.policy.routing)
-        plans = self.lead.plans(batch, self.roles, stage.kind) if self.lead and batch is not None else None
+        probe = stage.kind == "rl" and not self._proximal()
+        plans = self.lead.plans(batch, self.roles, stage.kind, probe) if self.lead and batch is not None else None
         return self.policy.deal(plans)
 
     def _with_column(self, batch: Batch | None, name: str, look: Callable[[Plan | None], Any]) -> Batch | None:
@@ -215,7 +235,8 @@ class Session:
         steps, rl = self.config.steps(stage), stage.kind == "rl"
         rate = learning_rate(stage, steps, self.progress.done)
         policy = [part for part in parts if part[0] != "critic"]
-        self._timed("update", lambda: self.policy.update(policy, self.roles.get("train", []), rate, rl, self.numbers))
+        compare = rl and not self._proximal()
+        self._timed("update", lambda: self.policy.update(policy, self.roles.get("train", []), rate, compare, self.numbers))
         if self.critic and rl:
             own = learning_rate(replace(stage, lr=self.critic.lr or stage.lr), steps, self.progress.done)
             self._timed("critic", partial(self.critic.update, parts, own, self.numbers))
@@ -242,8 +263,9 @@ class Session:
         wall, cpu = time.monotonic() - self.clocks[0], time.process_time() - self.clocks[1]
         self.numbers["time/step_s"] = wall - self.numbers.get("time/evaluate_s", 0.0)
         self.numbers["time/step_cpu_s"] = cpu  # of this process, evaluation included
-        self.numbers |= self.policy.handovers()
+        self.numbers |= self.policy.serving.handovers()
         if self.lead:
+            self.lead.watch(self.numbers)
             self.progress.rewards += [self.numbers["reward/mean"]] if "reward/mean" in self.numbers else []
             self.lead.log(stage.kind, self.progress.done, self.config.steps(stage), step, self.numbers)
 
@@ -259,6 +281,7 @@ class Session:
         with self._filling(partial):
             writings = self._timed("save", lambda: self.policy.save(partial))
             if self.lead:
+                self.policy.serving.tell("save", partial)
                 self.store.save(partial / "state.json")
         self.flight = Flight(step, partial, writings)
         if not writings:

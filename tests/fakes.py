@@ -58,6 +58,7 @@ class FakeEngine:
         self._pending: list[tuple[Request, asyncio.Future]] = []
         self._paused = self._updating = self._closed = False
         self._names: list[str] = []
+        self._progress = 0  # tokens answered
 
     @contextmanager
     def client(self) -> Iterator[None]:
@@ -96,6 +97,7 @@ class FakeEngine:
                 future.set_exception(e)
             else:
                 self.answers.setdefault(request.id, []).append(answer)
+                self._progress += len(answer.tokens)
                 future.set_result(answer)
 
     async def abort(self, ids: Iterable[str] | None = None) -> None:
@@ -106,8 +108,10 @@ class FakeEngine:
                 future.set_result(Completion(none, none, none, "abort"))
         self._pending = [(r, f) for r, f in self._pending if not f.done()]
 
-    async def pause(self) -> None:
+    async def pause(self, mode: str = "in_place") -> None:
         self._paused = True
+        if mode == "abort":
+            await self.abort()
 
     async def resume(self) -> None:
         self._paused = False
@@ -139,12 +143,18 @@ class FakeEngine:
     async def checksum(self) -> dict[str, str]:
         return {"version": str(self.version)}
 
+    async def progress(self) -> int:
+        return self._progress
+
+    async def memory(self) -> dict[str, int]:
+        return {"weights": 0, "kv_cache": 0}
+
     async def close(self) -> None:
         await self.abort()
         self._closed = True
 
     def capabilities(self) -> frozenset[str]:
-        return frozenset({"abort", "pause"})
+        return frozenset({"abort", "pause", "waves"})
 
 
 @cache

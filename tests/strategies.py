@@ -92,8 +92,8 @@ def random_batch(seed: int, equal: bool = False, demos: bool = True) -> Batch:
 
 
 def with_columns(batch: Batch, seed: int) -> Batch:
-    """Random columns for every loss: advantages (0 outside ``pg`` and in a third of the rows), old and reference log-probs,
-    values and returns."""
+    """Random columns for every loss: advantages (0 outside ``pg`` and in a third of the rows), old, proximal and reference
+    log-probs, values and returns."""
     rng = np.random.default_rng(1000 + seed)
     size = len(batch.token_row)
     live = rng.random(len(batch.rows)) > 1 / 3
@@ -101,19 +101,24 @@ def with_columns(batch: Batch, seed: int) -> Batch:
     old = np.where(batch.channel("pg"), -rng.exponential(1.0, size), 0.0)
     reference = old + rng.normal(scale=0.3, size=size)
     batch = with_values(batch, seed)
+    gap = batch.columns["logp_prox"] - batch.columns["logp_old"]
     returns = batch.columns["values"] + rng.normal(size=size)
     return batch.with_columns(
         advantage=advantage.astype(np.float32),
         logp_old=old.astype(np.float32),
+        logp_prox=old.astype(np.float32) + gap,
         logp_ref=reference.astype(np.float32),
         returns=returns.astype(np.float32),
     )
 
 
 def with_values(batch: Batch, seed: int) -> Batch:
-    """A critic's column ``values`` [N] float32: a number for every token, as the learner gives it."""
+    """What estimators may need, [N] float32: ``values`` of a critic for every token, as the learner gives it, ``logp_old`` of
+    the policy that sampled, and near it ``logp_prox`` of the one that the batch finds."""
     rng = np.random.default_rng(5000 + seed)
-    return batch.with_columns(values=rng.normal(size=len(batch.token_row)).astype(np.float32))
+    values = rng.normal(size=len(batch.token_row)).astype(np.float32)
+    gap = np.where(batch.channel("pg"), rng.normal(scale=0.4, size=len(values)), 0.0).astype(np.float32)
+    return batch.with_columns(values=values, logp_old=batch.tokens("logp"), logp_prox=batch.tokens("logp") + gap)
 
 
 def random_logp(batch: Batch, seed: int) -> np.ndarray:

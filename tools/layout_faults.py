@@ -239,8 +239,8 @@ FAULTS = [
         "routing_shifted",
         "every layer replays the experts of the layer before it, as if a dense one stood in front",
         ROUTING,
-        "    return Routes({layer: ids[:, i].contiguous() for i, layer in enumerate(layers)})\n",
-        "    return Routes({layer: ids[:, i - 1].contiguous() for i, layer in enumerate(layers)})\n",
+        "    return {layer: ids[:, i].contiguous() for i, layer in enumerate(layers) if layer in own}\n",
+        "    return {layer: ids[:, i - 1].contiguous() for i, layer in enumerate(layers) if layer in own}\n",
         ("tests/learner/test_routing.py::test_replay_under_every_layout",),
     ),
     Fault(

@@ -1,8 +1,9 @@
 """One episode: the policy and an environment take turns over one growing row of token ids."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,8 @@ from mcore_agent.protocols import Completion, Domain, Env, InfraError, Observati
 from mcore_agent.types import Episode, Row, Segment, Task, Turn
 
 Generate = Callable[[Request], Awaitable[Completion]]
+Away = Callable[[], AbstractContextManager[None]]
+OVERFLOW = re.compile(r"context_overflow|(exceed|longer than).*context", re.IGNORECASE)  # how engines say that a request does not fit
 
 
 class EpisodeFailure(InfraError):
@@ -70,13 +73,17 @@ async def play(
     group: str,
     episode: str,
     order: tuple[int, ...] = (),
+    away: Away = nullcontext,
 ) -> Episode:
     """Plays ``task`` to its end; the environment is closed whatever happens.
 
     The status is ``ok`` when the environment ended the episode; ``truncated`` when a budget did (reason: ``max_turns``,
-    ``max_new``, ``max_tokens``, ``prompt_overflow``, ``obs_overflow``); ``infra_fail`` when the environment or the
+    ``max_new``, ``max_tokens``, ``prompt_overflow``, ``obs_overflow``, and ``context_overflow`` when the engine refused a
+    request that its model cannot hold); ``infra_fail`` when the environment or the
     engine failed (reason: ``env_error``, ``env_timeout``, ``engine_error``, ``engine_abort``, and a text), and then
-    the episode has no rows. Draws depend on ``seed`` alone. Any other exception is a fault and propagates.
+    the episode has no rows. Draws depend on ``seed`` alone. All requests are one session, named by the episode and its seed.
+    Every call of the environment runs inside ``away()``: an engine then need not wait for it. Any other exception is a fault
+    and propagates.
     """
     failed = Episode(episode, task, group, status="infra_fail", seed=seed)
     tape = _Tape()
@@ -84,12 +91,13 @@ async def play(
     try:
         env = domain.make(task, derive(seed, "env"))
         try:
-            turns, status, reason = await _turns(task, env, ask, agent, tape)
+            turns, status, reason = await _turns(task, env, ask, agent, tape, away)
         except BaseException:
-            with suppress(InfraError):  # a second failure would hide the first
+            with suppress(InfraError), away():  # a second failure would hide the first
                 await env.close()
             raise
-        await env.close()
+        with away():
+            await env.close()
     except EpisodeFailure as e:
         return replace(failed, reason=str(e))
     except InfraError as e:  # of make and close
@@ -97,11 +105,11 @@ async def play(
     return Episode(episode, task, group, (tape.row(),), tuple(turns), status=status, reason=reason, seed=seed)
 
 
-async def _turns(task: Task, env: Env, ask: "_Ask", agent: Agent, tape: "_Tape") -> tuple[list[Turn], str, str]:
+async def _turns(task: Task, env: Env, ask: "_Ask", agent: Agent, tape: "_Tape", away: Away) -> tuple[list[Turn], str, str]:
     """Plays until the environment or a budget ends it. Returns the turns, the status and its reason."""
     render, limits = agent.renderer, agent.limits
     turns: list[Turn] = []
-    obs = await _call(env.reset(), limits)
+    obs = await _call(env.reset(), limits, away)
     if obs.done:
         raise EpisodeFailure("env_error", "the environment ended before the first turn")
     tape.add(render.prompt([*task.messages, *obs.messages]), "prompt", -1)
@@ -110,12 +118,14 @@ async def _turns(task: Task, env: Env, ask: "_Ask", agent: Agent, tape: "_Tape")
     for index in range(limits.max_turns):
         max_new = min(limits.max_new, limits.max_tokens - tape.length)
         completion = await ask(index, tape.tokens(), max_new)
+        if completion is None:
+            return turns, "truncated", "context_overflow"
         action = agent.parser.parse(render.reply(completion.tokens))
         tape.add(completion.tokens, "action" if action.calls else "answer", index, completion)
         turn = Turn(index, action.text, obs.state_key, tuple(turn.state_key for turn in turns))
         if completion.finish == "length":
             return [*turns, turn], "truncated", "max_new" if max_new == limits.max_new else "max_tokens"
-        obs = await _call(env.step(action), limits)
+        obs = await _call(env.step(action), limits, away)
         turns.append(replace(turn, feedback=obs.feedback))
         if obs.done:
             return turns, "ok", ""
@@ -128,11 +138,12 @@ async def _turns(task: Task, env: Env, ask: "_Ask", agent: Agent, tape: "_Tape")
     return turns, "truncated", "max_turns"
 
 
-async def _call(answer: Awaitable[Observation], limits: Limits) -> Observation:
+async def _call(answer: Awaitable[Observation], limits: Limits, away: Away) -> Observation:
     """One call of the environment. Raises EpisodeFailure when it fails or takes too long."""
     try:
-        async with asyncio.timeout(limits.env_timeout_s):
-            return await answer
+        with away():
+            async with asyncio.timeout(limits.env_timeout_s):
+                return await answer
     except InfraError as e:
         raise EpisodeFailure("env_error", str(e)) from e
     except TimeoutError as e:
@@ -150,17 +161,20 @@ class _Ask:
     episode: str
     order: tuple[int, ...]
 
-    async def __call__(self, turn: int, tokens: np.ndarray, max_new: int) -> Completion:
-        """Raises EpisodeFailure when the engine fails, EngineFault when it breaks its promise."""
+    async def __call__(self, turn: int, tokens: np.ndarray, max_new: int) -> Completion | None:
+        """None when the model cannot hold the request. Raises EpisodeFailure when the engine fails, EngineFault when it breaks
+        its promise."""
         s = self.sampling
         request = Request(
             f"{self.episode}/{turn}", tokens, max_new, self.stop, s.temperature, s.top_p, s.top_k,
-            seed=derive(self.seed, "turn", turn), order=(*self.order, turn),
+            seed=derive(self.seed, "turn", turn), order=(*self.order, turn), session=f"{self.episode}@{self.seed}",
         )  # fmt: skip
         try:
             completion = await self.generate(request)
         except InfraError as e:
             raise EpisodeFailure("engine_error", str(e)) from e
+        if completion.finish == "error" and OVERFLOW.search(completion.error):
+            return None
         if completion.finish in ("abort", "error"):
             raise EpisodeFailure(f"engine_{completion.finish}", completion.error)
         _check(completion, request)

@@ -75,9 +75,10 @@ def step_rewards(batch: Batch) -> np.ndarray:
     return out
 
 
-def decayed_sum(delta: np.ndarray, episode: np.ndarray, decay: float) -> np.ndarray:
-    """[n] ``A[t] = delta[t] + decay * A[t + 1]`` within runs of equal ``episode`` (ascending)."""
+def decayed_sum(delta: np.ndarray, episode: np.ndarray, decay: float | np.ndarray) -> np.ndarray:
+    """[n] ``A[t] = delta[t] + decay[t] * A[t + 1]`` within runs of equal ``episode`` (ascending); ``decay`` is one number or [n]."""
     out = delta.copy()
+    decay = np.broadcast_to(decay, delta.shape)
     if not len(out):
         return out
     starts = np.flatnonzero(np.diff(episode, prepend=episode[0] - 1))
@@ -86,5 +87,5 @@ def decayed_sum(delta: np.ndarray, episode: np.ndarray, decay: float) -> np.ndar
     ends, size = (starts + size)[order], size[order]
     for back in range(2, int(size[0]) + 1):  # all episodes at once, from their ends
         at = ends[: np.searchsorted(-size, -back, side="right")] - back
-        out[at] += decay * out[at + 1]
+        out[at] += decay[at] * out[at + 1]
     return out

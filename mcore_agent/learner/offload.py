@@ -109,6 +109,19 @@ class Offload:
             if before == ASLEEP:
                 self.sleep()
 
+    @contextmanager
+    def parameters(self) -> Iterator[None]:
+        """The parameters are here for the time of a block (a publish, say), after which they are away again if they were."""
+        if self.state != ASLEEP:
+            yield
+            return
+        self._parameters.restore()
+        self.state = TRIMMED
+        try:
+            yield
+        finally:
+            self.sleep()
+
     def need(self, what: str, parameters_only: bool = False) -> None:
         """To be called before memory is touched. Raises OffloadError when something that ``what`` needs is away."""
         if self.state == AWAKE or (parameters_only and self.state == TRIMMED):

@@ -5,7 +5,7 @@ forward pass as in a recomputation; so it leaves the micro-batch's rows at the r
 a pipeline schedule runs micro-batches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,27 @@ class RoutingError(ValueError):
     """Recorded experts do not fit the model or the tokens."""
 
 
-class Routes:
-    """Experts by layer of one micro-batch: what is to be replayed (None: the router chooses), and what was chosen.
+class Chosen:
+    """What stays of a micro-batch's routing to the end of a pass: which layers chose experts and, with ``keep``, which.
 
     Layers are numbered over the whole model, from 0.
     """
 
-    def __init__(self, replay: dict[int, torch.Tensor] | None = None):
-        self.replay = replay  # layer -> [t, k] of the tokens that this rank's routers see
-        self.chosen: dict[int, torch.Tensor] = {}
+    def __init__(self, keep: bool, order: torch.Tensor | None):
+        self.keep = keep
+        self.order = order if keep else None  # [T'] of PackedRows
+        self.experts: dict[int, torch.Tensor | None] = {}  # layer -> [t, k] of the tokens that this rank's routers see
+
+    def note(self, layer: int, ids: torch.Tensor) -> None:
+        self.experts[layer] = ids if self.keep else None
+
+
+class Routes:
+    """Of one micro-batch: the experts to be replayed, by layer (None: the router chooses), and where choices are noted."""
+
+    def __init__(self, replay: dict[int, torch.Tensor] | None, chosen: Chosen):
+        self.replay = replay  # layer -> [t, k]
+        self.chosen = chosen
 
 
 class Replay:
@@ -52,7 +64,7 @@ class Replay:
         else:
             values, ids = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if routes is not None:
-            routes.chosen[self.layer] = ids
+            routes.chosen.note(self.layer, ids)
         return values, ids
 
 
@@ -66,10 +78,20 @@ def attach(module: GPTModel, config: Any) -> None:
             layer.self_attention.core_attention.replay = router.router_replay
 
 
-def routes_of(routing: np.ndarray, layers: Sequence[int], rows: PackedRows, groups: Groups, experts: int) -> Routes:
-    """What this rank's routers replay of ``routing`` [T, layers with experts, k], padding tokens sent to the first k experts.
+def forget(module: GPTModel) -> None:
+    """Routers let go of the micro-batch that they worked on last."""
+    for part in module.modules():
+        if isinstance(part, TopKRouter) and part.router_replay is not None:
+            part.router_replay.rows = None
 
-    ``layers`` are the numbers of the layers with experts, over the whole model. Raises RoutingError.
+
+def recorded(
+    routing: np.ndarray, layers: Sequence[int], own: Iterable[int], rows: PackedRows, groups: Groups, experts: int
+) -> dict[int, torch.Tensor]:
+    """What this rank's routers, those of the layers ``own``, replay of ``routing`` [T, layers with experts, k].
+
+    Padding tokens go to the first k experts. ``layers`` are the numbers of the layers with experts, over the whole model.
+    Raises RoutingError.
     """
     size, held, topk = routing.shape
     if held != len(layers):
@@ -78,19 +100,19 @@ def routes_of(routing: np.ndarray, layers: Sequence[int], rows: PackedRows, grou
         raise RoutingError(f"routing names experts {routing.min()} to {routing.max()}, but the model has {experts}")
     whole = np.broadcast_to(np.arange(topk), (int(rows.lengths.sum()), held, topk)).copy()
     whole[:size] = routing
-    own = whole[rows.own]
+    mine = whole[rows.own]
     if groups.layout.sp:
-        own = np.split(own, groups.layout.tp)[groups.tp_rank]
-    ids = torch.from_numpy(own.astype(np.int64)).to(rows.device)
-    return Routes({layer: ids[:, i].contiguous() for i, layer in enumerate(layers)})
+        mine = np.split(mine, groups.layout.tp)[groups.tp_rank]
+    ids = torch.from_numpy(mine.astype(np.int64)).to(rows.device)
+    return {layer: ids[:, i].contiguous() for i, layer in enumerate(layers) if layer in own}
 
 
-def collect(rows: PackedRows, size: int, layers: Sequence[int], groups: Groups) -> np.ndarray:
+def collect(chosen: Chosen, size: int, layers: Sequence[int], groups: Groups) -> np.ndarray:
     """``[size, layers, k]`` int32 experts that were chosen for the first ``size`` tokens of a pack, on every rank of its replica.
 
     Enters gathers of tp (under sequence parallelism), cp and pp. Raises RoutingError when a layer of this stage chose nothing.
     """
-    here = {layer: _whole(ids, rows, groups)[:size] for layer, ids in sorted(rows.routes.chosen.items())}
+    here = {layer: _whole(ids, chosen.order, groups)[:size] for layer, ids in sorted(chosen.experts.items()) if ids is not None}
     stages: list[Any] = [here]
     if groups.layout.pp > 1:
         stages = [None] * groups.layout.pp
@@ -101,7 +123,7 @@ def collect(rows: PackedRows, size: int, layers: Sequence[int], groups: Groups) 
     return np.stack([found[layer] for layer in layers], 1).astype(np.int32)
 
 
-def _whole(ids: torch.Tensor, rows: PackedRows, groups: Groups) -> np.ndarray:
+def _whole(ids: torch.Tensor, order: torch.Tensor | None, groups: Groups) -> np.ndarray:
     """[T', k] of the whole pack from what this rank's router saw."""
     for group, split in ((groups.tp, groups.layout.sp), (groups.cp, groups.layout.cp > 1)):
         if split:
@@ -109,11 +131,11 @@ def _whole(ids: torch.Tensor, rows: PackedRows, groups: Groups) -> np.ndarray:
             dist.all_gather(parts, ids.contiguous(), group=group)
             ids = torch.cat(parts)
     out = torch.empty_like(ids)
-    out[slice(None) if rows.order is None else rows.order] = ids
+    out[slice(None) if order is None else order] = ids
     return out.cpu().numpy()
 
 
-def check_consumed(rows: PackedRows, layers: Sequence[int]) -> None:
+def check_consumed(chosen: Chosen, layers: Iterable[int]) -> None:
     """Raises RoutingError unless each of this stage's ``layers`` has replayed what was recorded for it."""
-    if missing := sorted(set(layers) - rows.routes.chosen.keys()):
+    if missing := sorted(set(layers) - chosen.experts.keys()):
         raise RoutingError(f"recorded experts of layers {missing} were not replayed")

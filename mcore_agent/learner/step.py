@@ -21,7 +21,7 @@ from mcore_agent.learner.groups import Groups, device
 from mcore_agent.learner.logprob import Head, head_output
 from mcore_agent.learner.model import Model
 from mcore_agent.learner.packing import PackedRows, pack
-from mcore_agent.learner.routing import Routes, check_consumed, collect, routes_of
+from mcore_agent.learner.routing import Chosen, Routes, check_consumed, collect, forget, recorded
 from mcore_agent.loss.total import outputs_needed, total_loss
 from mcore_agent.precision import token_multiple
 from mcore_agent.protocols import LossTerm, ModelOut
@@ -78,9 +78,11 @@ def prepare(micro: MicroBatch, model: Model, ask: Ask, length: int = 0) -> Prepa
     lengths = np.concatenate([micro.lengths, np.ones(missing, dtype=np.int64)])
     rows = pack(lengths, model.frequencies, model.dtype, where, layout.cp, model.groups.cp_rank, model.context_mode)
     if micro.routing is not None or "routing" in ask.report:
-        experts = model.family.arch.experts
-        recorded = micro.routing
-        rows.routes = Routes() if recorded is None else routes_of(recorded, model.expert_layers, rows, model.groups, experts)
+        replay = None
+        if micro.routing is not None:
+            experts = model.family.arch.experts
+            replay = recorded(micro.routing, model.expert_layers, model.own_layers, rows, model.groups, experts)
+        rows.routes = Routes(replay, Chosen("routing" in ask.report, rows.order))
     columns = model.vocab_columns
     first = columns * model.groups.tp_rank
     head = Head(
@@ -124,13 +126,13 @@ def run(model: Model, micro: Sequence[MicroBatch], ask: Ask, *, gradients: bool)
     if layout.vpp > 1:  # interleaved stages take whole rounds
         slots += [filler(list(micro[0].columns))] * (-len(micro) % layout.pp)
     length = longest if model.equal_lengths else 0
-    routed: list[PackedRows] = []
+    routed: list[Chosen] = []
 
     def batches() -> Iterator[Prepared]:
         for m in slots:
             batch = prepare(m, model, ask, length)
             if batch.rows.routes is not None:
-                routed.append(batch.rows)
+                routed.append(batch.rows.routes.chosen)
             yield batch
 
     # each chunk of the model asks for its own micro-batches, each of which is kept until the last chunk has it
@@ -174,19 +176,23 @@ def _shared_out(source: Iterator[Prepared], count: int) -> list[Iterator[Prepare
     return [one(own) for own in waiting]
 
 
-def _account(done: Pass, micro: Sequence[MicroBatch], routed: Sequence[PackedRows], model: Model, report: bool) -> None:
+def _account(done: Pass, micro: Sequence[MicroBatch], routed: Sequence[Chosen], model: Model, report: bool) -> None:
     """Every recorded expert was replayed; with ``report`` the outputs get the experts that were chosen."""
     forget_graphs(model)
-    for rows in routed:
-        check_consumed(rows, [layer for layer in model.expert_layers if layer in model.own_layers])
+    for chosen in routed:
+        check_consumed(chosen, model.own_layers.intersection(model.expert_layers))
     if report:
-        for m, rows, outputs in zip(micro, routed, done.outputs, strict=False):
-            outputs["routing"] = collect(rows, len(m.tokens), model.expert_layers, model.groups)
+        for m, chosen, outputs in zip(micro, routed, done.outputs, strict=False):
+            outputs["routing"] = collect(chosen, len(m.tokens), model.expert_layers, model.groups)
 
 
 def forget_graphs(model: Model) -> None:
-    """Token dispatchers hold tensors of their last micro-batch, and those its graph, until the next one: they let go of them."""
+    """Token dispatchers hold tensors of their last micro-batch, and those its graph, until the next one: they let go of them.
+
+    So do routers.
+    """
     for module in model.modules:
+        forget(module)
         for layer in module.decoder.layers:
             dispatcher = vars(layer.mlp).get("token_dispatcher")
             kept = {} if dispatcher is None else vars(dispatcher)

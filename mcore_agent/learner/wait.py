@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mcore_agent.learner.groups import Groups
 
 BEAT, OVER = "beat", b"over"
+ONE, PARTS, ORDER = "one value", "parts", "order"  # what a message holds
 BEAT_S = 1.0
 DEAD_S = 60.0
 PIECE = 4 << 20  # bytes; the store takes less than 8 MiB at a time
@@ -28,11 +29,27 @@ class RankZeroLost(RuntimeError):
 
 
 class Line:
-    """Messages from rank 0, in order. All ranks call ``share`` and ``scatter`` alike."""
+    """Messages from rank 0, in order. All ranks call ``share`` and ``scatter`` alike.
+
+    ``orders`` are what rank 0 may ask the others to do while they wait for something else: see ``order``.
+    """
 
     def __init__(self, store: dist.Store | None, groups: Groups, dead_s: float):
-        self._store, self._groups, self._dead_s = store, groups, dead_s
+        self.store, self._groups, self._dead_s = store, groups, dead_s
+        self.orders: dict[str, Callable[..., Any]] = {}
         self._sent = 0
+
+    def order(self, name: str, *arguments: Any) -> Any:
+        """Rank 0, while the others wait: all ranks run ``orders[name]``, which may enter collectives. Its result here.
+
+        Raises ValueError on another rank: nobody would listen.
+        """
+        if self._groups.rank != 0:
+            raise ValueError(f"rank {self._groups.rank} gave the order {name!r}; only rank 0 may")
+        if self.store is not None:
+            self._sent += 1
+            self._write(f"{self._sent}", (ORDER, (name, arguments)), self._groups.layout.world - 1)
+        return self.orders[name](*arguments)
 
     def share(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank (what the others pass is ignored). Raises RankZeroLost."""
@@ -50,30 +67,35 @@ class Line:
     def _pass(self, value: Any, parts: Sequence[Any] | None) -> Any:
         """A message is one value for all, or one for each replica: those carry the replica's number in their key."""
         layout, mine = self._groups.layout, self._groups.dp_rank
-        if self._store is None:
+        if self.store is None:
             return value if parts is None else parts[mine]
-        self._sent += 1
         if self._groups.rank == 0:
+            self._sent += 1
             replica = layout.replica
             for number, part in enumerate(parts or ()):
                 self._write(f"{self._sent}/{number}", part, replica - (number == 0))
-            self._write(f"{self._sent}", (parts is not None, value), layout.world - 1)
+            self._write(f"{self._sent}", (ONE if parts is None else PARTS, value), layout.world - 1)
             return value if parts is None else parts[mine]
-        split, value = self._read(f"{self._sent}")
-        return self._read(f"{self._sent}/{mine}") if split else value
+        while True:
+            self._sent += 1
+            kind, value = self._read(f"{self._sent}")
+            if kind != ORDER:
+                return self._read(f"{self._sent}/{mine}") if kind == PARTS else value
+            name, arguments = value
+            self.orders[name](*arguments)
 
     def _write(self, key: str, value: Any, readers: int) -> None:
-        if self._store is None or readers == 0:
+        if self.store is None or readers == 0:
             return
         data = pickle.dumps(value)
         pieces = [data[at : at + PIECE] for at in range(0, len(data), PIECE)]
         for number, piece in enumerate(pieces):
-            self._store.set(f"{key}:{number}", piece)
-        self._store.set(key, pickle.dumps((len(pieces), readers)))
+            self.store.set(f"{key}:{number}", piece)
+        self.store.set(key, pickle.dumps((len(pieces), readers)))
 
     def _read(self, key: str) -> Any:
         """Waits for a message; its last reader deletes it."""
-        store = self._store
+        store = self.store
         assert store is not None
         try:
             self._await(key)
@@ -88,10 +110,10 @@ class Line:
         return value
 
     def _await(self, key: str) -> None:
-        assert self._store is not None
+        assert self.store is not None
         pause, seen, since = POLL_S[0], b"", time.monotonic()
-        while not self._store.check([key]):
-            beat = self._store.get(BEAT)
+        while not self.store.check([key]):
+            beat = self.store.get(BEAT)
             if beat == OVER:
                 raise RankZeroLost(f"rank {self._groups.rank} waits for rank 0, which has left; see rank 0's log")
             if beat != seen:

@@ -1,99 +1,228 @@
-"""Collection: many episodes at once, in an order that does not depend on which ends first."""
+"""Collection: groups of episodes, drawn ahead and handed out in an order that does not depend on which ends first."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from mcore_agent.agent.episode import Agent, Sampling, play
+from mcore_agent.agent.episode import Agent, Away, Sampling
 from mcore_agent.agent.seeds import derive
-from mcore_agent.protocols import Domain, Engine
+from mcore_agent.protocols import Domain, Engine, TaskSource
+from mcore_agent.rollout.buffer import Buffer, Group
+from mcore_agent.rollout.playing import Job, OnTurn, Player, end
+from mcore_agent.rollout.stats import CollectStats, Ledger, measure
 from mcore_agent.types import Episode, Task
 
 Progress = Callable[[int, int], None]  # episodes finished, episodes in all
+Collected = tuple[list[Episode], CollectStats]
 SAMPLE, GREEDY = Sampling(), Sampling(temperature=0.0)
 
 
-@dataclass(frozen=True)
-class CollectStats:
-    """What happened in one collection. ``retries`` counts attempts played again, ``dropped`` episodes given up, by reason."""
-
-    episodes: int
-    ok: int
-    truncated: Mapping[str, int] = field(default_factory=dict)  # reason -> episodes
-    retries: Mapping[str, int] = field(default_factory=dict)  # reason -> attempts
-    dropped: Mapping[str, int] = field(default_factory=dict)  # reason -> episodes
-    turns: int = 0
-    failed_turns: int = 0  # turns whose feedback is not ok
-    sampled_tokens: int = 0
-    tokens: int = 0  # of all rows
-    wall_s: float = 0.0
-
-    def metrics(self, prefix: str = "rollout") -> dict[str, float]:
-        """Flat numbers for the metrics file."""
-        out: dict[str, float] = {
-            f"{prefix}/{name}": getattr(self, name)
-            for name in ("episodes", "ok", "turns", "failed_turns", "sampled_tokens", "tokens", "wall_s")
-        }
-        for name in ("truncated", "retries", "dropped"):
-            out |= {f"{prefix}/{name}/{reason}": count for reason, count in getattr(self, name).items()}
-        return out
-
-
-Collected = tuple[list[Episode], CollectStats]
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One episode to be played. ``index`` is its place in the result and in the engine's batches."""
-
-    index: int
-    task: Task
-    group: str
-    name: str
-    seed: int
+class Stopped(RuntimeError):
+    """``stop`` was called while a collection waited."""
 
 
 class Collector:
-    """Plays tasks with an engine. Episodes whose infrastructure failed are replayed at most ``max_retries`` times.
+    """Draws tasks from ``source``, plays ``group_size`` episodes of each, and hands out ``prompts`` whole groups at a time.
 
-    Raises ValueError for a ``group_size`` below 1 or a negative ``max_retries``.
+    With ``max_lag`` 0 nothing is played between two collections. Above 0 the next groups are played in the background on the
+    event loop, at most ``(max_lag + 1) * prompts`` of them, and a group that holds a token more than ``max_lag`` weight
+    versions old is dropped (M35). An episode in flight goes on under newer weights: its tokens keep their own versions
+    (M99). ``over_sample`` starts a larger share of groups than is asked for and hands out those that are complete first; the tail
+    is dropped at ``max_lag`` 0 and kept otherwise. See Buffer. All methods belong to one event loop.
+
+    Without over-sampling groups are handed out exactly in the order of their drawing, and their seeds depend on the run's seed,
+    the step they are drawn for, the task and the number of the sample alone. ``away`` is for an engine
+    that waits for open clients, and needed only above ``max_lag`` 0: inside it the engine does not wait for the episode.
+    ``on_turn`` is called with each request and its answer. Raises ValueError for arguments out of range.
     """
 
-    def __init__(self, engine: Engine, domain: Domain, agent: Agent, group_size: int = 1, max_retries: int = 2):
-        if group_size < 1 or max_retries < 0:
-            raise ValueError(f"Collector: group_size is {group_size} (at least 1), max_retries is {max_retries} (at least 0)")
-        self.engine, self.domain, self.agent = engine, domain, agent
-        self.group_size, self.max_retries = group_size, max_retries
-
-    async def collect(
+    def __init__(
         self,
-        tasks: Sequence[Task],
+        engine: Engine,
+        domain: Domain,
+        agent: Agent,
+        source: TaskSource,
         *,
         run_seed: int,
-        step: int,
+        prompts: int,
+        group_size: int,
+        max_retries: int = 2,
+        max_lag: int = 0,
+        over_sample: float = 0.0,
         sampling: Sampling = SAMPLE,
-        progress: Progress | None = None,
-    ) -> Collected:
-        """``group_size`` episodes of each task, group after group.
+        away: Away | None = None,
+        on_turn: OnTurn | None = None,
+    ):
+        if max_retries < 0:
+            raise ValueError(f"Collector: max_retries is {max_retries}; give at least 0")
+        self.source, self.run_seed, self.sampling = source, run_seed, sampling
+        self.buffer = Buffer(prompts, group_size, max_lag, over_sample)
+        self._player = Player(engine, domain, agent, max_retries, away, on_turn)
+        self._ledger = Ledger()
+        self._changed: asyncio.Event | None = None  # there while a collection waits
+        self._progress: Progress | None = None
+        self._fault: BaseException | None = None
+        self._stops = 0
 
-        A seed depends on the run's seed, the step, the task's id and the number of the sample, so a rerun draws the
-        same. Episodes that failed to the last retry are in the list too, as ``infra_fail`` (I8).
+    # -------------------------------------------------------------------------------------------------- collection
+
+    async def collect(self, step: int, version: int, progress: Progress | None = None) -> Collected:
+        """``prompts`` complete groups for ``step``, to be learned from by weights of ``version``, which the engine serves.
+
+        Episodes come group after group in the order of drawing; those that failed to the last retry are among them, as
+        ``infra_fail`` (I8). No token is more than ``max_lag`` versions old (I3). ``source.observe`` is told of them.
+        After an exception everything that was in flight is stopped, and its groups wait to be played again. Raises
+        EngineFault when an engine broke its promise, Stopped, whatever an environment or the source raised, and
+        RuntimeError for a second collection at the same time.
         """
-        jobs = _jobs(tasks, self.group_size, f"train/{step}", (run_seed, "train", step))
-        return await self._play(jobs, sampling, progress)
+        if self._changed is not None:
+            raise RuntimeError(f"collect for step {step} while another collection waits; one at a time")
+        clock = asyncio.get_running_loop().time
+        started, self._changed, self._progress = clock(), asyncio.Event(), progress
+        try:
+            self.buffer.open(step, version)
+            batch = await self._batch(self._changed)
+            if self.buffer.max_lag == 0:
+                await self._drop([g for g in self.buffer.groups if g not in batch], "tail")
+            episodes = [e for group in batch for e in group.episodes or ()]
+            buffered, playing = self._counts()
+            stats = measure(episodes, self._ledger, clock() - started, version, buffered - len(batch), playing)
+        except BaseException:
+            # A fault or a cancellation: the other episodes stop too, and their environments are closed.
+            await self.stop()
+            raise
+        finally:
+            self._changed = self._progress = None
+        self.buffer.take(batch)
+        self._ledger = Ledger()
+        self.source.observe(episodes)
+        if self.buffer.max_lag:
+            self._fill()
+        return episodes, stats
+
+    def advance(self, version: int) -> None:
+        """To be called when the engine serves weights of a new version: they make room for more groups in the background.
+
+        Raises ValueError for a version that goes back.
+        """
+        self.buffer.serve(version)
+        if self.buffer.max_lag:
+            self._fill()
+
+    async def stop(self) -> None:
+        """Nothing is played any more when this returns: tasks have ended and environments are closed.
+
+        No group is lost: complete ones stay, the others wait, and a later collection plays them from their start.
+        """
+        self._stops += 1
+        playing = [g for g in self.buffer.groups if g.running]
+        tasks = [task for g in playing for task in g.running]
+        self._ledger.dropped_tokens["stop"] += sum(g.sampled for g in playing)
+        for group in playing:
+            group.rewind()
+        await end(tasks)
+        if self._changed is not None:
+            self._changed.set()
+
+    async def _batch(self, changed: asyncio.Event) -> list[Group]:
+        """Waits for the next batch; plays, and drops what has become too old."""
+        stops = self._stops
+        while True:
+            changed.clear()
+            if self._fault is not None:
+                fault, self._fault = self._fault, None
+                raise fault
+            if self._stops != stops:
+                raise Stopped("the collector was stopped while a collection waited")
+            await self._drop(self.buffer.stale(), "stale")
+            self._fill()
+            batch = self.buffer.ready()
+            if batch is not None:
+                return batch
+            await changed.wait()
+
+    async def _drop(self, groups: Sequence[Group], reason: str) -> None:
+        """Gives groups up, complete or not, and counts them."""
+        if not groups:
+            return
+        jobs = [job for g in groups for job in g.jobs]
+        tasks = [task for g in groups for task in g.running]
+        self.buffer.remove(groups)
+        for group in groups:
+            group.running = []
+        await self._player.give_up(jobs, tasks)
+        self._ledger.dropped[reason] += len(groups) * self.buffer.group_size
+        self._ledger.dropped_tokens[reason] += sum(g.sampled for g in groups)
+
+    def _fill(self) -> None:
+        """Draws what there is room for, and starts all groups that wait."""
+        if self.buffer.room:
+            self.buffer.draw(self.source.next(self.buffer.room))
+        waiting = [g for g in self.buffer.groups if g.waits]
+        jobs = [self._jobs(g) for g in waiting]
+        flat = [job for of_group in jobs for job in of_group]
+        tasks = iter(self._player.start(flat, self.sampling, lambda: self._ledger, together=self.buffer.max_lag == 0))
+        for group, of_group in zip(waiting, jobs, strict=True):
+            running = [next(tasks) for _ in of_group]
+            group.begin(self.buffer.version, of_group, running)
+            for task in running:
+                task.add_done_callback(partial(self._ended, group))
+
+    def _jobs(self, group: Group) -> list[Job]:
+        size, made = self.buffer.group_size, []
+        for sample in range(size):
+            seed = derive(self.run_seed, "train", group.wave, group.task.id, group.twin * size + sample)
+            order = (group.wave, group.slot, sample)
+            made.append(Job(f"{group.name}#{sample}", group.task, group.name, seed, order, self.buffer.version))
+        return made
+
+    def _ended(self, group: Group, task: asyncio.Task[Episode]) -> None:
+        """An episode has ended. It changes no one's turn: a collection that waits is woken."""
+        if task not in group.running:  # given up
+            return
+        group.left -= 1
+        if task.cancelled():
+            self._fault = self._fault or RuntimeError(f"episode {task.get_name()} was cancelled by someone else")
+        elif (fault := task.exception()) is not None:
+            self._fault = self._fault or fault
+        elif self._progress is not None:
+            size, window = self.buffer.group_size, self.buffer.groups[: self.buffer.window]
+            total = self.buffer.prompts * size
+            self._progress(min(total, sum(size if g.episodes is not None else len(g.jobs) - g.left for g in window)), total)
+        if group.left == 0 and self._fault is None:
+            group.finish([t.result() for t in group.running])
+        if self._changed is not None and (group.episodes is not None or self._fault is not None):
+            self._changed.set()
+
+    def _counts(self) -> tuple[int, int]:
+        """Complete groups, and groups in flight."""
+        return sum(g.episodes is not None for g in self.buffer.groups), sum(bool(g.running) for g in self.buffer.groups)
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """For JSON: every task that was drawn and not handed out. The source's own state is kept by its owner, at the same moment."""
+        return self.buffer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Groups of the state are played by the next collections under their own names and seeds. Raises ValueError."""
+        self.buffer.load_state_dict(state)
+
+    def save(self, path: Path) -> None:
+        """Complete groups that wait, as a file. Raises OSError, RecordError."""
+        self.buffer.save(path)
+
+    def load(self, path: Path) -> None:
+        """Brings back what ``save`` wrote, after ``load_state_dict``; without it those groups are played again. Raises RecordError."""
+        self.buffer.load(path)
+
+    # -------------------------------------------------------------------------------------------------- evaluation
 
     async def evaluate(
-        self,
-        tasks: Sequence[Task],
-        *,
-        run_seed: int,
-        step: int = 0,
-        sampling: Sampling = GREEDY,
-        progress: Progress | None = None,
+        self, tasks: Sequence[Task], *, run_seed: int, step: int = 0, sampling: Sampling = GREEDY, progress: Progress | None = None
     ) -> Collected:
         """Each task exactly once. Seeds do not depend on ``step``, so that evaluations of a run compare.
 
@@ -103,88 +232,24 @@ class Collector:
         twice = [name for name, count in Counter(task.id for task in tasks).items() if count > 1]
         if twice:
             raise ValueError(f"evaluate: task {twice[0]!r} is given more than once; every item is scored exactly once")
-        return await self._play(_jobs(tasks, 1, f"eval/{step}", (run_seed, "eval")), sampling, progress)
+        jobs = []
+        for i, task in enumerate(tasks):
+            group, seed = f"eval/{step}/{i}/{task.id}", derive(run_seed, "eval", task.id, 0)
+            jobs.append(Job(f"{group}#0", task, group, seed, (i,), self.buffer.version))
+        clock, ledger, finished = asyncio.get_running_loop().time, Ledger(), 0
 
-    async def _play(self, jobs: Sequence[_Job], sampling: Sampling, progress: Progress | None) -> Collected:
-        started, retries = time.perf_counter(), Counter[str]()
-        opened, finished, all_open = 0, 0, asyncio.Event()
-
-        async def one(job: _Job) -> Episode:
-            nonlocal opened, finished
-            # An engine may wait for every open client before it forms a batch. No request is made before all are
-            # open, and each closes as soon as its episode ends: batches do not depend on the clock.
-            with self.engine.client():
-                opened += 1
-                if opened == len(jobs):
-                    all_open.set()
-                await all_open.wait()
-                episode = await self._attempts(job, sampling, retries)
+        def ended(_: asyncio.Task[Episode]) -> None:
+            nonlocal finished
             finished += 1
             if progress is not None:
                 progress(finished, len(jobs))
-            return episode
 
-        running = [asyncio.create_task(one(job), name=job.name) for job in jobs]
+        started = clock()
+        running = self._player.start(jobs, sampling, lambda: ledger, together=True)
         try:
+            for playing in running:
+                playing.add_done_callback(ended)
             episodes = list(await asyncio.gather(*running))
         finally:
-            # After a fault or a cancellation the other episodes stop too, and their environments are closed.
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        return episodes, _stats(episodes, retries, time.perf_counter() - started)
-
-    async def _attempts(self, job: _Job, sampling: Sampling, retries: Counter[str]) -> Episode:
-        for attempt in range(self.max_retries + 1):
-            # A retry starts from nothing (C7). It draws anew: the same draws could meet the same failure.
-            seed = derive(job.seed, "retry", attempt) if attempt else job.seed
-            episode = await play(
-                job.task,
-                self.domain,
-                self.engine.generate,
-                self.agent,
-                sampling,
-                seed=seed,
-                group=job.group,
-                episode=job.name,
-                order=(job.index,),
-            )
-            if episode.status != "infra_fail":
-                return episode
-            if attempt < self.max_retries:
-                retries[_kind(episode)] += 1
-        return episode
-
-
-def _jobs(tasks: Sequence[Task], group_size: int, prefix: str, seeds: tuple[int | str, ...]) -> list[_Job]:
-    seen: Counter[str] = Counter()
-    jobs: list[_Job] = []
-    for slot, task in enumerate(tasks):
-        group = f"{prefix}/{slot}/{task.id}"
-        for sample in range(group_size):
-            # A task drawn twice in one step goes on counting, or both groups would hold the same episodes.
-            number = seen[task.id] * group_size + sample
-            jobs.append(_Job(len(jobs), task, group, f"{group}#{sample}", derive(*seeds, task.id, number)))
-        seen[task.id] += 1
-    return jobs
-
-
-def _kind(episode: Episode) -> str:
-    return episode.reason.partition(":")[0]
-
-
-def _stats(episodes: Sequence[Episode], retries: Counter[str], wall_s: float) -> CollectStats:
-    reasons = {status: Counter(_kind(e) for e in episodes if e.status == status) for status in ("truncated", "infra_fail")}
-    turns = [turn for e in episodes for turn in e.turns]
-    return CollectStats(
-        episodes=len(episodes),
-        ok=sum(e.status == "ok" for e in episodes),
-        truncated=dict(sorted(reasons["truncated"].items())),
-        retries=dict(sorted(retries.items())),
-        dropped=dict(sorted(reasons["infra_fail"].items())),
-        turns=len(turns),
-        failed_turns=sum(not turn.feedback.ok for turn in turns),
-        sampled_tokens=sum(e.sampled_tokens for e in episodes),
-        tokens=int(np.sum([len(row) for e in episodes for row in e.rows], dtype=np.int64)),
-        wall_s=wall_s,
-    )
+            await end(running)
+        return episodes, measure(episodes, ledger, clock() - started)

@@ -59,6 +59,17 @@ class Draw:
             ),
         )
 
+    def repeat(self, times: int) -> "Draw":
+        """Each row ``times`` times in a row, for as many positions of it."""
+        return Draw(
+            seeds=self.seeds.repeat(times),
+            temperature=self.temperature.repeat_interleave(times, 0),
+            greedy=self.greedy.repeat_interleave(times),
+            any_sampled=self.any_sampled,
+            scaled=self.scaled,
+            truncated=tuple((row * times + i, top_k, top_p) for row, top_k, top_p in self.truncated for i in range(times)),
+        )
+
 
 def truncate(probs: Tensor, top_k: int, top_p: float) -> Tensor:
     """``probs`` [V] with 0 outside the ``top_k`` likeliest tokens (0: all), then outside the nucleus ``top_p``.

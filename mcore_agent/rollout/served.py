@@ -1,15 +1,42 @@
-"""The weights that an engine serves: storage that comes and goes, and updates that are complete or refused."""
+"""The model and the weights that an engine serves: storage that comes and goes, and updates that are complete or refused."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ckpt_convert.checksum import tensor_checksum
+from mcore_agent.rollout.attention import install
 from mcore_agent.rollout.errors import WeightUpdateError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EXPERTS = ".experts."
 SHOWN = 8
+
+
+def build_model(hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> "PreTrainedModel":
+    """A causal model of a Hugging Face config, its weights not initialized. Raises ValueError for sliding windows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = AutoConfig.for_model(**hf_config)
+    fields = config.to_dict()
+    windows = set(fields.get("layer_types") or ["full_attention"]) - {"full_attention"}
+    if windows or fields.get("sliding_window") is not None:
+        raise ValueError(
+            f"hf_config asks for {sorted(windows) or 'a sliding window'}, but the local engine has full attention only; "
+            "use another engine or set use_sliding_window to false"
+        )
+    # Grouped matrix products on a CPU want sizes in multiples of 16 bytes and gain nothing at small batches.
+    experts = {"experts_implementation": "eager"} if device.type == "cpu" else {}
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=install(), dtype=dtype, **experts)
+    model.tie_weights()
+    return model.eval().requires_grad_(False).to(device)
 
 
 def checkpoint_views(model: nn.Module, tied: bool) -> dict[str, Tensor]:
@@ -54,6 +81,10 @@ class ServedWeights:
         self.resident = True
         self.ready = False
         self._given: dict[str, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
 
     @property
     def updating(self) -> bool:

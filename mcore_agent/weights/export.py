@@ -1,6 +1,6 @@
-"""From shards on many ranks to Hugging Face tensors on rank 0, one Megatron parameter at a time."""
+"""From shards on many ranks to Hugging Face tensors on rank 0, and on others that want them, one Megatron parameter at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,19 +56,43 @@ class Shard:
     dtype: torch.dtype
 
 
-def export(model: Sharded) -> Iterator[tuple[str, Tensor]]:
-    """Yields (Hugging Face name, whole tensor on the CPU) on rank 0, in the family's order; nothing elsewhere.
+@dataclass(frozen=True)
+class Owners:
+    """The ranks that get whole tensors, rank 0 first; ``group`` is their process group, None when rank 0 is alone."""
 
-    Collective: every rank must exhaust it. A yielded tensor may be a view of a live parameter, valid until the next
-    one is asked for. Raises ExportError, on every rank and before the first tensor, when a shard is nowhere.
+    ranks: tuple[int, ...] = (0,)
+    group: Any = None
+
+
+def owners_of(ranks: Iterable[int]) -> Owners:
+    """Collective over all ranks, which call it alike."""
+    chosen = tuple(sorted({0, *ranks}))
+    return Owners(chosen, dist.new_group(list(chosen)) if len(chosen) > 1 else None)
+
+
+def export(model: Sharded, owners: Owners = Owners(), on_device: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yields (Hugging Face name, whole tensor) on the owners, in the family's order; nothing elsewhere.
+
+    Tensors are on the CPU, or with ``on_device`` where the model is. Collective: every rank must exhaust it. A yielded
+    tensor may be a view of a live parameter, valid until the next one is asked for. Raises ExportError, on every rank and
+    before the first tensor, when a shard is nowhere.
     """
     own = {name: p.detach() for name, p in model.parameters().items()}
     places = _where(model, own)
     rank = model.groups.rank
+    device = next(iter(own.values())).device
+    where = device if on_device else torch.device("cpu")
     for param in model.family.globals():
         shards = [_fetch(model, own, param, shard, rank) for shard in places[param.name]]
-        if rank == 0:
-            yield from model.family.to_hf(param.name, shards).items()  # type: ignore[arg-type]
+        if rank not in owners.ranks:
+            continue
+        if rank != 0:  # only the shapes
+            shards = [torch.empty(shard.shape, dtype=shard.dtype, device="meta") for shard in places[param.name]]
+        for name, tensor in model.family.to_hf(param.name, shards).items():  # type: ignore[arg-type]
+            if owners.group is not None:
+                tensor = tensor.contiguous() if rank == 0 else torch.empty_like(tensor, device=device)
+                dist.broadcast(tensor, src=0, group=owners.group)
+            yield name, tensor.to(where)
 
 
 def _where(model: Sharded, own: Mapping[str, Tensor]) -> dict[str, list[Shard]]:
@@ -102,14 +126,14 @@ def _ranks_of(param: Param, model: Sharded) -> list[int]:
 
 
 def _fetch(model: Sharded, own: Mapping[str, Tensor], param: Param, shard: Shard, rank: int) -> Tensor | None:
-    """The shard on rank 0's CPU; on the rank that holds it, sending it; None on all others."""
+    """The shard on rank 0; on the rank that holds it, sending it; None on all others."""
     if shard.rank == rank == 0:
-        return model.plain(own[param.name]).cpu()
+        return model.plain(own[param.name])
     if shard.rank == rank:
         dist.send(model.plain(own[param.name]).contiguous(), dst=0)
     elif rank == 0:
         where = next(iter(own.values())).device
         received = torch.empty(shard.shape, dtype=shard.dtype, device=where)
         dist.recv(received, src=shard.rank)
-        return received.cpu()
+        return received
     return None

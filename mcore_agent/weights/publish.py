@@ -1,13 +1,15 @@
-"""Giving an engine the new weights, and not believing it before it shows the same bits (I9)."""
+"""Giving engines the new weights, and not believing them before they show the same bits (I9)."""
 
+import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from ckpt_convert.checksum import tensor_checksum
-from mcore_agent.protocols import Engine
+from mcore_agent.protocols import Engine, EngineDown
 
 BUCKET_BYTES = 256 << 20
 SHOWN = 8
@@ -24,47 +26,75 @@ class PublishReport:
     bytes: int
     seconds: float  # of which verify_s for the comparison
     verify_s: float
+    down: Mapping[int, str]  # engines that were lost on the way, and why; the others serve the version
 
 
-async def publish(engine: Engine, tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int = BUCKET_BYTES) -> PublishReport:
+async def publish(
+    engines: Mapping[int, Engine], tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int = BUCKET_BYTES
+) -> PublishReport:
     """Sends all tensors in buckets of at most ``bucket_bytes`` (or one tensor), then compares checksums name by name.
 
     ``tensors`` is exhausted in any case, because other ranks take part in making it, and an update that was begun
-    is ended. Raises PublishError when a name is missing, unknown or given twice, or when bits differ.
+    is ended. Raises PublishError when a name is missing, unknown or given twice, or when bits differ. An engine that
+    dies does not keep the others from their weights.
     """
     start = time.monotonic()
     sent: dict[str, str] = {}
     stream = iter(tensors)
-    size = 0
+    fan, size = _Fan(engines), 0
     try:
-        await engine.begin_update()
+        await fan.each(lambda engine: engine.begin_update())
         for bucket in _buckets(stream, bucket_bytes):
             for name, tensor in bucket:
                 if name in sent:
                     raise PublishError(f"{name} was exported twice")
                 sent[name] = tensor_checksum(tensor)
                 size += tensor.nbytes
-            await engine.update(bucket)
-        await engine.end_update(version)
+            await fan.each(_update(bucket))
+        await fan.each(lambda engine: engine.end_update(version))
     except (ValueError, RuntimeError) as e:
         for _ in stream:
             pass
-        await _close(engine, version)
+        await fan.close(version)
         raise PublishError(f"weight version {version} was not published after {len(sent)} tensors: {e}") from e
     compared = time.monotonic()
-    _compare(sent, await engine.checksum(), version)
-    if engine.version != version:
-        raise PublishError(f"the engine serves version {engine.version} after version {version} was published")
+    for number, served in (await fan.each(lambda engine: engine.checksum())).items():
+        _compare(sent, served, version)
+        if engines[number].version != version:
+            raise PublishError(f"engine {number} serves version {engines[number].version} after version {version} was published")
     end = time.monotonic()
-    return PublishReport(version, len(sent), size, end - start, end - compared)
+    return PublishReport(version, len(sent), size, end - start, end - compared, fan.down)
 
 
-async def _close(engine: Engine, version: int) -> None:
-    """Ends an update that failed. The engine refuses it, as it must; that it is over is what counts."""
-    try:
-        await engine.end_update(version)
-    except (ValueError, RuntimeError):
-        return
+def _update(bucket: list[tuple[str, Tensor]]) -> Callable[[Engine], Awaitable[None]]:
+    return lambda engine: engine.update(bucket)
+
+
+class _Fan:
+    """The same call to every engine at once; those that die leave."""
+
+    def __init__(self, engines: Mapping[int, Engine]):
+        self.engines = dict(engines)
+        self.down: dict[int, str] = {}
+
+    async def each(self, call: Callable[[Engine], Awaitable[Any]]) -> dict[int, Any]:
+        """What each engine answered. Raises the first error that is not an EngineDown, after all have answered."""
+        numbers = list(self.engines)
+        answers = await asyncio.gather(*(call(self.engines[n]) for n in numbers), return_exceptions=True)
+        found: dict[int, Any] = {}
+        for number, answer in zip(numbers, answers, strict=True):
+            if isinstance(answer, EngineDown):
+                self.down[number] = str(answer)
+                del self.engines[number]
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found[number] = answer
+        return found
+
+    async def close(self, version: int) -> None:
+        """Ends an update that failed. Engines refuse it, as they must; that it is over is what counts."""
+        await asyncio.gather(*(engine.end_update(version) for engine in self.engines.values()), return_exceptions=True)
 
 
 def _buckets(stream: Iterator[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:

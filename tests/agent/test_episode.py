@@ -1,6 +1,7 @@
 """Playing one episode: what was sampled, what was not, how it ends, and what is nobody's fault but the machinery's."""
 
 import asyncio
+from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
@@ -129,6 +130,7 @@ def test_requests_carry_the_sampling_and_seeds_of_their_turn():
     requests = [engine.requests[f"e/{i}"][0] for i in range(3)]
     assert {(r.temperature, r.top_p, r.top_k, r.max_new) for r in requests} == {(0.7, 0.9, 20, 40)}
     assert [r.order for r in requests] == [(4, 0), (4, 1), (4, 2)]
+    assert {r.session for r in requests} == {"e@3"}
     seeds = [r.seed for r in requests]
     assert len(set(seeds)) == 3
     run(domain, None, seed=4, engine=engine)
@@ -238,6 +240,69 @@ def test_an_engine_that_cannot_be_reached():
         raise InfraError("connection refused")
 
     assert_failed(run(always(told("bm")), policy), "engine_error: connection refused")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "prompt of 9 and max_new 7 exceed the context of 12",
+        "Requested token count exceeds the model's maximum context length of 12 tokens.",
+        "The input (13 tokens) is longer than the model's context length (12 tokens).",
+        "context_overflow: 13 tokens",
+    ],
+)
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_request_that_the_model_cannot_hold_ends_the_episode_as_truncated(error: str, turn: int):
+    none = np.array([])
+    domain = always(told("bm"))
+
+    def policy(request: Request) -> Completion:
+        if request.id == f"e/{turn}":
+            return Completion(none, none, none, "error", error=error)
+        return completion(request, [*encode(CALL), request.stop[0]])
+
+    episode = run(domain, policy)
+    assert (episode.status, episode.reason, len(episode.turns)) == ("truncated", "context_overflow", turn)
+    assert episode.sampled_tokens == turn * (len(encode(CALL)) + 1) and domain.envs[0].closed == 1
+
+
+def test_the_engine_need_not_wait_during_calls_of_the_environment():
+    """``away`` is entered around reset, every step and close, and never while a request is made."""
+    inside, seen = [0], []
+
+    @contextmanager
+    def away():
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    domain = Toy(lambda task: lambda turn, action: (seen.append(("step", inside[0])), told("bm", done=turn == 1))[1])
+    make = domain.make
+
+    def watched(task, seed):
+        env = make(task, seed)
+        reset, close = env.reset, env.close
+
+        async def at_reset():
+            seen.append(("reset", inside[0]))
+            return await reset()
+
+        async def at_close():
+            seen.append(("close", inside[0]))
+            await close()
+
+        env.reset, env.close = at_reset, at_close
+        return env
+
+    domain.make = watched
+
+    async def generate(request: Request) -> Completion:
+        seen.append(("ask", inside[0]))
+        return completion(request, [*encode(CALL), request.stop[0]])
+
+    task = domain.task("train", 0)
+    asyncio.run(play(task, domain, generate, agent_for(domain), DEFAULT, seed=0, group="g", episode="e", away=away))
+    assert seen == [("reset", 1), ("ask", 0), ("step", 1), ("ask", 0), ("step", 1), ("close", 1)] and inside == [0]
 
 
 def test_failures_of_making_and_closing():

@@ -1,8 +1,13 @@
-"""What every engine must do. A new engine adds one line to MAKERS; engines that the registry knows and MAKERS does not fail."""
+"""What every engine must do. A new engine adds one line to MAKERS; engines that the registry knows and MAKERS does not fail.
+
+The SGLang engine runs against real servers on the CPU, one for each family, where SGLang is installed. An engine that lacks
+``deterministic`` draws anew and rounds anew on a rerun: greedy answers then stand for sampled ones, and log-probabilities are close.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,13 +19,25 @@ from ckpt_convert.checksum import tensor_checksum
 from mcore_agent.protocols import Completion, Engine, Request
 from mcore_agent.registry import create, variants
 from mcore_agent.rollout.errors import EngineStateError, WeightUpdateError
+from tests.required import need
 from tests.rollout.tiny import CONFIGS, CONTEXT, VOCAB, answer, checkpoint, logprobs, prompt, publish, reference, requests, same_bits
+
+
+def sglang(family: str) -> Engine:
+    """An engine of a server that is as new."""
+    need("sglang")
+    from tests import sglang_servers
+
+    return create("engine", {"name": "sglang", "dtype": "fp32"}, hf_config=CONFIGS[family], address=sglang_servers.shared(family))
+
 
 MAKERS: dict[str, Callable[[str], Engine]] = {
     "local": lambda family: create("engine", {"name": "local", "dtype": "fp32"}, hf_config=CONFIGS[family]),
+    "sglang": sglang,
 }
 FAMILIES = sorted(CONFIGS)
-engines = pytest.mark.parametrize("name", sorted(MAKERS))
+LIMIT_S = {"local": 60, "sglang": 1800}  # an SGLang server may have to start, beside other work
+engines = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.timeout(LIMIT_S[n] + 60)) for n in sorted(MAKERS)])
 
 
 @asynccontextmanager
@@ -35,15 +52,39 @@ async def serving(name: str, family: str = "qwen3", seed: int = 0) -> AsyncItera
 
 
 def run(body: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(body, 60))
+    return asyncio.run(asyncio.wait_for(body, max(LIMIT_S.values())))
+
+
+def exact(engine: Engine) -> bool:
+    """Whether a rerun gives the same bits."""
+    return "deterministic" in engine.capabilities()
+
+
+def repeatable(engine: Engine) -> dict[str, float]:
+    """Fields of requests whose tokens are the same on a rerun."""
+    return {} if exact(engine) else {"temperature": 0.0}
+
+
+def same(engine: Engine, a: Completion, b: Completion) -> bool:
+    """To the bit, or as close as this engine comes."""
+    return same_bits(a, b) if exact(engine) else alike(a, b)
+
+
+def alike(a: Completion, b: Completion) -> bool:
+    """The same tokens, from keys and values that were rounded another way."""
+    equal = a.finish == b.finish and np.array_equal(a.tokens, b.tokens) and np.array_equal(a.version, b.version)
+    return equal and np.allclose(a.logp, b.logp, atol=1e-5)
 
 
 def test_every_engine_is_tested():
     assert set(variants("engine")) == set(MAKERS)
-    for make in MAKERS.values():
-        engine = make("qwen3")
-        assert isinstance(engine, Engine)
-        run(engine.close())
+
+
+@engines
+def test_it_has_every_method(name: str):
+    engine = MAKERS[name]("qwen3")
+    assert isinstance(engine, Engine)
+    run(engine.close())
 
 
 # ------------------------------------------------------------------------------------------- what it computes
@@ -59,7 +100,8 @@ def test_logprobs_equal_a_forward_pass(name: str, family: str):
             asked = requests([5, 17, 2, 17, 9])
             asked.append(Request("twin", asked[1].tokens, 11, seed=999, order=(9,)))
             for r, c in zip(asked, await answer(engine, asked), strict=True):
-                assert (c.finish, len(c.tokens), c.cached) == ("length", 11, 0)
+                assert (c.finish, len(c.tokens)) == ("length", 11)
+                assert c.cached == 0 or not exact(engine)  # an engine that batches by the clock may have the twin's prompt already
                 assert c.version.tolist() == [3] * 11
                 np.testing.assert_allclose(c.logp, logprobs(reference(family), r.tokens, c.tokens), atol=1e-5)
 
@@ -98,8 +140,8 @@ def test_logprobs_are_after_temperature_and_before_truncation(name: str, tempera
 @engines
 @pytest.mark.defect("C15")
 def test_samples_follow_the_softmax(name: str):
-    """Pearson's chi-square over 3000 draws; seeds are fixed. The 0.9999 quantile is Wilson and Hilferty's."""
-    draws, ask = 3000, prompt(8)
+    """Pearson's chi-square; where seeds are fixed, so is the outcome. The quantile for one in a million is Wilson and Hilferty's."""
+    draws, ask = 3000 if name == "local" else 1000, prompt(8)
 
     async def body():
         async with serving(name) as engine:
@@ -118,7 +160,7 @@ def test_samples_follow_the_softmax(name: str):
     seen = np.array([counts[c].sum() for c in cells])
     statistic, df = float(((seen - expected) ** 2 / expected).sum()), len(cells) - 1
     assert df > 10 and seen.sum() == draws
-    assert statistic < df * (1 - 2 / (9 * df) + 3.719 * (2 / (9 * df)) ** 0.5) ** 3
+    assert statistic < df * (1 - 2 / (9 * df) + 4.753 * (2 / (9 * df)) ** 0.5) ** 3
     for c in done[:20]:
         assert c.logp[0] == pytest.approx(np.log(probs[c.tokens[0]]), abs=1e-5)
 
@@ -145,12 +187,14 @@ def test_truncation_draws_only_likely_tokens(name: str):
 def test_stop_token_is_included_and_ends(name: str):
     async def body():
         async with serving(name) as engine:
-            (free,) = await answer(engine, requests([9]))
-            at = next(i for i in range(2, 11) if free.tokens[i] not in free.tokens[:i])
-            (stopped,) = await answer(engine, requests([9], stop=(int(free.tokens[at]),)))
-            assert stopped.finish == "stop"
-            assert stopped.tokens.tolist() == free.tokens[: at + 1].tolist()
-            assert stopped.logp.tolist() == free.logp[: at + 1].tolist()
+            for request in requests([9, 7, 12, 3, 15, 22], **repeatable(engine)):
+                (free,) = await answer(engine, [request])
+                at = next((i for i in range(2, 11) if free.tokens[i] not in free.tokens[:i]), 0)
+                if at:
+                    break
+            (stopped,) = await answer(engine, [replace(request, stop=(int(free.tokens[at]),))])
+            part = Completion(free.tokens[: at + 1], free.logp[: at + 1], free.version[: at + 1], "stop")
+            assert same(engine, stopped, part)
 
     run(body())
 
@@ -178,6 +222,8 @@ def test_a_rerun_gives_the_same_bits(name: str):
 
     async def body(shuffle: int) -> list[list[Completion]]:
         async with serving(name) as engine:
+            if not exact(engine):
+                pytest.skip("the engine does not promise it")
             order, delays = list(range(12)), Random(shuffle) if shuffle else None
             Random(shuffle).shuffle(order)
             done = await asyncio.gather(*(play(engine, i, delays) for i in order))
@@ -193,6 +239,8 @@ def test_a_rerun_gives_the_same_bits(name: str):
 def test_draws_depend_on_seed_alone(name: str):
     async def body():
         async with serving(name) as engine:
+            if not exact(engine):
+                pytest.skip("the engine does not promise it")
             asked = requests([6, 14, 9])
             together = await answer(engine, asked)
             for r, c in zip(asked, together, strict=True):
@@ -266,7 +314,7 @@ def test_pause_and_resume_change_nothing(name: str):
                 await asyncio.sleep(0.01)
                 assert not running.done() or wait
                 await engine.resume()
-                assert all(same_bits(a, b) for a, b in zip(plain, await running, strict=True))
+                assert all(same(engine, a, b) for a, b in zip(plain, await running, strict=True))
 
     run(body())
 
@@ -296,6 +344,60 @@ def test_paused_requests_live_through_an_update(name: str):
     np.testing.assert_allclose(c.logp[:boundary], old[:boundary], atol=1e-5)
     np.testing.assert_allclose(c.logp[boundary:], new[boundary:], atol=1e-5)
     assert np.abs(old - new).max() > 0.1
+
+
+@engines
+@pytest.mark.defect("E12")
+@pytest.mark.parametrize("modes", [("retract",), ("in_place", "retract"), ("retract", "in_place")], ids="+".join)
+def test_modes_that_keep_requests_change_nothing(name: str, modes: tuple[str, ...]):
+    async def body():
+        async with serving(name) as engine:
+            asked = hold(requests([6, 11]))
+            plain = await answer(engine, asked)
+            running = await begun(engine, asked, 0.05)
+            for mode in modes:
+                await engine.pause(mode)
+            await asyncio.sleep(0.05)
+            await engine.resume()
+            assert all(alike(a, b) for a, b in zip(plain, await running, strict=True))
+            with pytest.raises(ValueError, match="mode is 'later'"):
+                await engine.pause("later")
+
+    run(body())
+
+
+@engines
+def test_a_pause_that_aborts(name: str):
+    async def body():
+        async with serving(name) as engine:
+            running = await begun(engine, hold(requests([6, 11])), 0.05)
+            await engine.pause("abort")
+            assert [c.finish for c in await running] == ["abort"] * 2
+            held = await begun(engine, requests([5]), 0.05)
+            assert not held.done()
+            await engine.resume()
+            assert (await held)[0].finish == "length"
+
+    run(body())
+
+
+@engines
+def test_progress_grows_while_it_works(name: str):
+    async def body():
+        async with serving(name) as engine:
+            before = await engine.progress()
+            await answer(engine, requests([6, 11], max_new=40))
+            for _ in range(100):
+                if await engine.progress() > before:
+                    break
+                await asyncio.sleep(0.1)
+            after = await engine.progress()
+            assert after > before
+            assert await engine.progress() == after
+            held = await engine.memory()
+            assert held and all(isinstance(n, int) and n >= 0 for n in held.values()) and sum(held.values()) > 0
+
+    run(body())
 
 
 @engines
@@ -640,13 +742,13 @@ def test_sleep_and_wake(name: str):
     async def body():
         async with serving(name) as engine:
             with engine.client():
-                before = await engine.generate(Request("1", prompt(9), 6))
+                before = await engine.generate(Request("1", prompt(9), 6, **repeatable(engine)))
                 await engine.sleep(("kv_cache",))
                 with pytest.raises(EngineStateError, match="kv_cache"):
                     await engine.generate(Request("2", prompt(9), 6))
                 await engine.wake(("kv_cache", "cuda_graph"))
-                after = await engine.generate(Request("3", prompt(9), 6))
-            assert after.cached == 0 and same_bits(before, after)
+                after = await engine.generate(Request("3", prompt(9), 6, **repeatable(engine)))
+            assert after.cached == 0 and same(engine, before, after)
             await engine.sleep()
             await engine.sleep()
             with pytest.raises(EngineStateError, match="weights"):
@@ -654,7 +756,7 @@ def test_sleep_and_wake(name: str):
             await engine.wake(("weights",))
             await publish(engine, checkpoint("qwen3"), 4)
             await engine.wake(("kv_cache",))
-            again = await engine.generate(Request("5", prompt(9), 6))
+            again = await engine.generate(Request("5", prompt(9), 6, **repeatable(engine)))
             assert again.tokens.tolist() == before.tokens.tolist() and again.version.tolist() == [4] * 6
 
     run(body())

@@ -103,5 +103,32 @@ def test_abort_ends_a_waiting_request(kind):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+@pytest.mark.parametrize("kind", ["fake", "local"])
+def test_a_pause_keeps_requests_unless_it_aborts(kind, mode):
+    async def body(engine) -> None:
+        await engine.pause()
+        before = await engine.progress()
+        ask = asyncio.create_task(engine.generate(Request("r", np.arange(3, 9), 4, seed=1)))
+        await asyncio.sleep(0.05)
+        await engine.pause(mode)
+        await asyncio.sleep(0.05)
+        assert ask.done() == (mode == "abort") and await engine.progress() == before
+        await engine.resume()
+        done = await asyncio.wait_for(ask, 60)
+        assert done.finish == ("abort" if mode == "abort" else "length")
+        assert await engine.progress() == before + len(done.tokens)
+        assert all(size >= 0 for size in (await engine.memory()).values())
+
+    async def main() -> None:
+        if kind == "fake":
+            await body(fake())
+        else:
+            async with serving("local") as engine:
+                await body(engine)
+
+    asyncio.run(main())
+
+
 def test_the_fake_is_an_engine():
     assert isinstance(fake(), Engine)

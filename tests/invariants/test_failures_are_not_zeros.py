@@ -30,8 +30,8 @@ def test_failed_episodes_leave_the_group_statistics(name):
         assert [e.id for e in kept] == [e.id for e, gone in zip(whole, lost, strict=True) if not gone]
         assert sum(reasons.values()) == lost.sum()
         without = Batch(tuple(e for e, gone in zip(whole, lost, strict=True) if not gone))
-        values = with_values(without, seed).columns["values"]
-        found = [assign(b.with_columns(values=values), [{"name": name}]).columns["advantage"] for b in (Batch(tuple(kept)), without)]
+        given = with_values(without, seed).columns
+        found = [assign(b.with_columns(**given), [{"name": name}]).columns["advantage"] for b in (Batch(tuple(kept)), without)]
         assert np.array_equal(*found)
 
 

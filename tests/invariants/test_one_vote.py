@@ -27,7 +27,7 @@ def test_cutting_rows_changes_no_advantage(name):
         batch = with_values(random_batch(seed), seed)
         cut, source = cut_rows(batch)
         whole = assign(batch, [{"name": name}]).columns
-        parts = assign(cut.with_columns(values=batch.columns["values"][source]), [{"name": name}]).columns
+        parts = assign(cut.with_columns(**{k: v[source] for k, v in batch.columns.items()}), [{"name": name}]).columns
         for given in ("advantage", *registry.get("estimator", name).gives):
             assert np.array_equal(parts[given], np.where(cut.channel("pg"), whole[given][source], 0))
 
@@ -67,7 +67,7 @@ def test_the_order_of_episodes_does_not_matter_to_advantages(name):
         moved, order = permuted(batch, seed)
         source = moved_tokens(batch, order)
         first = assign(batch, [{"name": name}]).columns["advantage"]
-        second = assign(moved.with_columns(values=batch.columns["values"][source]), [{"name": name}]).columns["advantage"]
+        second = assign(moved.with_columns(**{k: v[source] for k, v in batch.columns.items()}), [{"name": name}]).columns["advantage"]
         np.testing.assert_allclose(second, first[source], rtol=1e-6, atol=1e-12)
 
 
@@ -91,7 +91,7 @@ def test_groups_do_not_see_each_other(name):
         for group in {e.group for e in batch.episodes}:
             alone = Batch(tuple(e for e in batch.episodes if e.group == group))
             own = np.isin(batch.token_episode, [i for i, e in enumerate(batch.episodes) if e.group == group])
-            alone = alone.with_columns(values=batch.columns["values"][own])
+            alone = alone.with_columns(**{k: v[own] for k, v in batch.columns.items()})
             np.testing.assert_allclose(assign(alone, [{"name": name}]).columns["advantage"], together[own], rtol=1e-6, atol=1e-12)
 
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import mcore_agent
+from ckpt_convert.errors import ConvertError
+from ckpt_convert.families import family_of
+from ckpt_convert.source import DictSource, check_source
 from mcore_agent.batch.microbatch import MicroBatch, filler
 from mcore_agent.layout import Layout
 from mcore_agent.learner.model import Setup
@@ -231,3 +234,42 @@ def test_findings_that_are_avoided(finding):
     assert len(files) > 5
     met = [f"{f.name}: {m.group()}" for f in files for m in re.finditer(AVOIDED[finding], f.read_text())]
     assert met == []
+
+
+# ---------------------------------------------------------------------------------------------- what no family has
+
+
+@pytest.mark.defect("D5")
+@pytest.mark.parametrize(("kind", "changes", "said"), [
+    ("qwen3_moe", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc': no rule of qwen3_moe knows this key"),
+    ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid': no rule of qwen3_moe knows this key"),
+    ("deepseek_v3", {"topk_method": "noaux_tc"}, "model_type is 'deepseek_v3', which has no family"),
+    ("glm4_moe", {}, "model_type is 'glm4_moe', which has no family"),
+], ids=["key", "scores", "deepseek_v3", "glm4_moe"])  # fmt: skip
+def test_a_model_whose_router_has_a_bias_is_refused(kind, changes, said):
+    """The bias that balances such a router must stay fp32 on every way; nothing here carries it, so nothing rounds it."""
+    with pytest.raises(ConvertError, match=re.escape(said)):
+        family_of(config_of("qwen3_moe", False, **{**changes, "model_type": kind}))
+
+
+@pytest.mark.defect("D5")
+def test_a_checkpoint_with_a_routers_bias_is_refused():
+    family = family_of(config_of("qwen3_moe", False))
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    with pytest.raises(ConvertError, match=re.escape(f"{name} has no rule in family qwen3_moe")):
+        check_source(family, DictSource(weights_of("qwen3_moe", False) | {name: torch.zeros(4)}))
+    assert not any("bias" in p.name for p in family.globals())
+
+
+@pytest.mark.defect("B19")
+@pytest.mark.parametrize(("kind", "changes", "said"), [
+    ("qwen3_next", {"full_attention_interval": 4}, "model_type is 'qwen3_next', which has no family"),
+    ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "only full attention has a rule"),
+    ("qwen3", {"linear_num_value_heads": 4}, "linear_num_value_heads is 4: no rule of qwen3 knows this key"),
+    ("llama", {"layer_types": ["mamba", "full_attention"]}, "only full attention has a rule"),
+], ids=["hybrid", "layers", "heads", "mamba"])  # fmt: skip
+def test_linear_attention_is_refused(kind, changes, said):
+    """Its gradients under sequence and context parallelism are nobody's here, and no packed row has a state to leak."""
+    base = kind if kind in ("qwen3", "llama") else "qwen3"
+    with pytest.raises(ConvertError, match=re.escape(said)):
+        family_of(config_of(base, False, **{**changes, "model_type": kind}))

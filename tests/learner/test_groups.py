@@ -15,12 +15,12 @@ from tests.learner.models import config_of, micro_of, weights_of
 from tests.ranks import ranks  # noqa: F401
 
 REFUSED = {
-    (("tp", 0),): "learner.tp is 0; it counts ranks or parts",
+    (("tp", 0),): "it counts ranks or parts, so it is at least 1",
     (("ep", 2),): "a pipeline stage has 1 ranks .* set learner.ep to 1",
-    (("dp", 6), ("ep", 4)): "4 \\* 1, but a pipeline stage has 6 ranks .* set learner.ep to 3",
-    (("tp", 2), ("dp", 2), ("ep", 4), ("sp", True)): "4 \\* 2, but a pipeline stage has 4 ranks .* set learner.ep to 2",
-    (("dp", 4), ("etp", 3)): "learner.etp is 3, but a pipeline stage has 4 ranks .* set learner.etp to 2",
-    (("dp", 10**12),): "makes 1000000000000 ranks; .* set learner.dp to at most 1048576",
+    (("dp", 6), ("ep", 4)): "a pipeline stage has 6 ranks .* 4 \\* 1 must .* set learner.ep to 3",
+    (("tp", 2), ("dp", 2), ("sp", True), ("ep", 4)): "a pipeline stage has 4 ranks .* 4 \\* 2 must .* set learner.ep to 2",
+    (("dp", 4), ("etp", 3)): "a pipeline stage has 4 ranks .* set learner.etp to 2",
+    (("dp", 10**12),): "makes 1000000000000 ranks, .* set learner.dp to at most 1048576",
     (("vpp", 2),): "no stages to interleave; set learner.vpp to 1",
     (("sp", True),): "no ranks to split over; switch learner.sp off",
 }
@@ -28,17 +28,20 @@ REFUSED = {
 
 @pytest.mark.parametrize("sizes", REFUSED, ids=str)
 def test_illegal_layouts(sizes):
+    """The key and its value are said once, so that the reason can follow them in another sentence as well."""
+    key, value = sizes[-1]
     with pytest.raises(LayoutError, match=REFUSED[sizes]) as caught:
         Layout(**dict(sizes))
-    assert caught.value.key in {"learner.tp", "learner.ep", "learner.etp", "learner.dp", "learner.vpp", "learner.sp"}
+    start = f"learner.{key} is {'on' if value is True else value}: "
+    assert caught.value.key == f"learner.{key}" and str(caught.value) == start + caught.value.reason and start not in caught.value.reason
 
 
 def test_experts_and_the_layout():
-    with pytest.raises(LayoutError, match="experts under tensor parallelism only with sequence parallelism; switch learner.sp on"):
+    with pytest.raises(LayoutError, match="learner.sp is off: .* parallelism only with sequence parallelism; switch learner.sp on"):
         Layout(tp=2).check_experts(4)
-    with pytest.raises(LayoutError, match="no experts to split; set learner.ep to 1"):
+    with pytest.raises(LayoutError, match="learner.ep is 2: the model has no experts to split; set learner.ep to 1"):
         Layout(dp=2, ep=2).check_experts(0)
-    with pytest.raises(LayoutError, match="learner.etp is 1, but the model has no experts to split"):
+    with pytest.raises(LayoutError, match="learner.etp is 1: the model has no experts to split"):
         Layout(tp=2, etp=1).check_experts(0)
     Layout(tp=2).check_experts(0)
     Layout(tp=2, sp=True).check_experts(4)

@@ -1,5 +1,9 @@
 """Experts recorded under one layout are replayed under every other, token by token and layer by layer."""
 
+import gc
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +14,10 @@ from mcore_agent.batch.rowset import RowSet
 from mcore_agent.learner.groups import Groups, Layout
 from mcore_agent.learner.learner import Learner
 from mcore_agent.learner.model import Setup
+from mcore_agent.learner.packing import PackedRows
 from mcore_agent.learner.routing import RoutingError
 from mcore_agent.loss.sft_nll import SftNll
+from mcore_agent.protocols import ModelOut
 from tests.learner.jobs import learner_of, relative, whole_gradients
 from tests.learner.models import config_of, micro_of, weights_of
 from tests.ranks import ranks  # noqa: F401
@@ -101,6 +107,47 @@ def test_recording(ranks, layout):  # noqa: F811
         assert same and other
         for a, b in zip(alone, found, strict=True):
             assert np.array_equal(np.sort(a, -1), np.sort(b, -1))
+
+
+@dataclass(frozen=True)
+class Count:
+    """A loss of 0 that counts, whenever it is taken, the packs that are alive."""
+
+    seen: list[int]
+    channel: str = "pg"
+    needs: tuple[str, ...] = ()
+    scales_with: None = None
+    coef: float = 1.0
+    aggregate: str = "token_mean"
+
+    def per_token(self, out: ModelOut, columns: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.seen.append(packs())
+        return out.logp * 0, {}
+
+
+def packs() -> int:
+    return sum(type(thing) is PackedRows for thing in gc.get_objects())
+
+
+def alive(groups: Groups, setup: Setup) -> tuple[int, int, int]:
+    """Most packs alive at once in a pass with gradients and in one without, on the stage that takes the loss; afterwards."""
+    made = learner(groups, setup)
+    trained, scored = Count([]), Count([])
+    made.gradients(FORCED * 2, [trained])
+    made.loss(FORCED * 2, [scored])
+    made.outputs(FORCED, ["routing"])
+    gc.collect()
+    return max(trained.seen, default=0), max(scored.seen, default=0), packs()
+
+
+@pytest.mark.defect("F7")
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2), Layout(pp=2, vpp=2)], ids=str)
+def test_a_pack_is_forgotten_when_its_turn_is_over(ranks, layout):  # noqa: F811
+    """Of eight micro-batches with recorded experts only those stay that a stage has under way, and after the pass none."""
+    found = ranks(alive, layout, Setup("full"))
+    under_way = 2 if layout.vpp == 1 else 2 * layout.pp
+    assert 1 <= found[-1][0] <= under_way and 1 <= found[-1][1] <= under_way
+    assert [after for _, _, after in found] == [0] * layout.world
 
 
 def refused(groups: Groups) -> list[str]:

@@ -12,9 +12,10 @@ from mcore_agent.learner.groups import Groups, Layout
 from mcore_agent.learner.learner import Learner
 from mcore_agent.loss.sft_nll import SftNll
 from tests.learner.jobs import learner_of, relative
-from tests.learner.models import config_of, cut, micro_of, weights_of
+from tests.learner.models import VOCAB, config_of, cut, micro_of, weights_of
 from tests.ranks import ranks  # noqa: F401
 
+VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 RATES = (1e-2, 5e-3, 3e-3, 2e-3)
 WHOLE = micro_of([7, 9, 3, 20, 5, 2], 1)
 Steps = list[tuple[float, float]]  # loss and gradient norm of each step
@@ -105,6 +106,42 @@ def test_reshard(ranks, tmp_path, written, read, kind, tied):  # noqa: F811
     """The fourth step's loss depends on the moments that the load brought, so they were resharded too."""
     straight = ranks(trained, written, kind, tied, "fp32", tmp_path)[0]
     np.testing.assert_allclose(ranks(resumed, read, kind, tied, "fp32", tmp_path)[0], straight, rtol=1e-4)
+
+
+def whole_tensors(groups: Groups, folder: Path) -> dict[str, torch.Tensor]:
+    """Weights, master weights and moments of a checkpoint, by their names in the whole model; of a vocabulary the true rows."""
+    from megatron.core import dist_checkpointing  # after the learner's adaptation of it
+
+    found = dist_checkpointing.load_plain_tensors(str(folder))
+    return {name: value[:VOCAB] if name.endswith(VOCABULARY) else value for name, value in found.items() if torch.is_tensor(value)}
+
+
+def resharded(groups: Groups, kind: str, dtype: str, folder: Path, again: Path) -> Steps:
+    """Loads, writes what it has to ``again``, and takes the next step."""
+    learner = make(groups, kind, False, dtype, fresh=True)
+    learner.load(folder)
+    learner.save(again)
+    return run(learner, RATES[2:3])
+
+
+@pytest.mark.parametrize(("written", "read", "kind"), [
+    (Layout(tp=2), Layout(), "qwen3"),
+    (Layout(pp=2), Layout(), "qwen3"),
+    (Layout(dp=2), Layout(), "qwen3"),
+    (Layout(dp=2, ep=2), Layout(), "qwen3_moe"),
+    (Layout(), Layout(tp=2, pp=2, sp=True), "qwen3"),
+], ids=str)  # fmt: skip
+def test_the_next_step_after_a_change_of_layout(ranks, tmp_path, written, read, kind):  # noqa: F811
+    """Every weight and moment has the same bits in the other layout, and the step after it the loss that it would have had."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
+    [(loss, norm), _] = ranks(trained, written, kind, False, "fp32", first)[0]
+    for [(found, found_norm)] in ranks(resharded, read, kind, "fp32", first, second):
+        assert found == pytest.approx(loss, rel=1e-6, abs=0) and found_norm == pytest.approx(norm, rel=1e-5)
+    [a], [b] = ranks(whole_tensors, Layout(), first), ranks(whole_tensors, Layout(), second)
+    assert a.keys() == b.keys() and {name for name in a if not torch.equal(a[name], b[name])} == set()
+    kinds = {name.removeprefix("optimizer.state.").partition(".")[0] for name in a if name.startswith("optimizer.")}
+    assert kinds == {"param", "exp_avg", "exp_avg_sq"} and all(value.any() for value in a.values())
 
 
 def saved_weights(groups: Groups, folder: Path, weights: dict[str, torch.Tensor]) -> None:

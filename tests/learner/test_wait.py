@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from mcore_agent.learner import wait
 from mcore_agent.learner.groups import Groups, Layout
@@ -18,7 +20,7 @@ def messages(groups: Groups) -> list[Any]:
         got.append(line.scatter(["a", "b"] if first else None) if groups.layout.dp == 2 else line.scatter([7] if first else None))
         got.append(int(line.share(np.arange(3_000_000) if first else None).sum()))  # 24 MB
         got += [line.share(i if first else None) for i in range(20)]
-        keys = line._store.num_keys() if first and line._store is not None else 0
+        keys = line.store.num_keys() if first and line.store is not None else 0
     return [*got, keys]
 
 
@@ -27,6 +29,36 @@ def test_messages(ranks, layout):  # noqa: F811
     for rank, found in enumerate(ranks(messages, layout)):
         part = "ab"[rank // layout.tp] if layout.dp == 2 else 7
         assert found[:-1] == [{"step": 3}, part, 2_999_999 * 3_000_000 // 2, *range(20)]
+
+
+def ordered(groups: Groups) -> Any:
+    """Two orders before a message that the others wait for; an order may itself share, and enter a collective."""
+    done: list[Any] = []
+
+    def sum_ranks(add: int) -> int:
+        box = torch.tensor([groups.rank + add])
+        if groups.layout.world > 1:
+            dist.all_reduce(box)
+        done.append(int(box))
+        return done[-1]
+
+    with wait.open_line(groups) as line:
+        line.orders = {"sum": sum_ranks, "told": lambda: done.append(line.share("inner" if groups.rank == 0 else None))}
+        if groups.rank == 0:
+            assert line.order("sum", 10) == done[0]
+            line.order("told")
+        else:
+            with pytest.raises(ValueError, match="only rank 0"):
+                line.order("sum", 10)
+        return [*done, line.share("end" if groups.rank == 0 else None)]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout(tp=2, pp=2)], ids=str)
+def test_orders_reach_ranks_that_wait(ranks, layout):  # noqa: F811
+    n = layout.world
+    expected = [n * (n - 1) // 2 + 10 * n, "inner", "end"]
+    found = ranks(ordered, layout)
+    assert found[0] == expected and all(f[-3:] == expected for f in found)
 
 
 def slow(groups: Groups) -> Any:

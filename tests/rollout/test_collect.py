@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from random import Random
 
 import numpy as np
 import pytest
@@ -11,42 +10,10 @@ from mcore_agent.agent.episode import EngineFault
 from mcore_agent.env.hop_lookup import HopLookup
 from mcore_agent.protocols import Completion, InfraError, Request
 from mcore_agent.registry import create, variants
-from mcore_agent.rollout.collect import Collector, CollectStats
-from tests.agent.toy import Toy, random_script, told
-from tests.fakes import FakeEngine, agent_for, completion, hop_tokenizer
-
-TOKENIZER = hop_tokenizer()
-CALL = '<tool_call>{"name": "lookup", "arguments": {"key": "bl"}}</tool_call>'
-
-
-def say(request: Request, text: str, version: int = 0) -> Completion:
-    return completion(request, [*TOKENIZER(text, add_special_tokens=False)["input_ids"], request.stop[0]], version)
-
-
-def random_policy(request: Request) -> Completion:
-    r = Random(request.seed)
-    return say(request, r.choice([CALL, CALL, CALL[:-13], "<answer>bl</answer>", f"<answer>{r.choice('bcdf')}l</answer>"]))
-
-
-def random_domain() -> Toy:
-    return Toy(lambda task: random_script(Random(task.id)), n=9)
-
-
-def collector(engine, domain, group_size=3, retries=2, **limits) -> Collector:
-    return Collector(engine, domain, agent_for(domain, **limits), group_size, retries)
-
-
-def collect(engine, domain, n=4, step=5, run_seed=11, progress=None, **kwargs):
-    tasks = [domain.task("train", i) for i in range(n)]
-    return asyncio.run(collector(engine, domain, **kwargs).collect(tasks, run_seed=run_seed, step=step, progress=progress))
-
-
-def same(a, b) -> bool:
-    fields = ("tokens", "sampled", "logp", "version")
-    return all(np.array_equal(getattr(x, f), getattr(y, f)) for x, y in zip(a.rows, b.rows, strict=True) for f in fields) and (
-        (a.id, a.group, a.seed, a.turns, a.status, a.reason) == (b.id, b.group, b.seed, b.turns, b.status, b.reason)
-    )
-
+from mcore_agent.rollout.stats import CollectStats
+from tests.agent.toy import Toy, told
+from tests.fakes import FakeEngine, completion
+from tests.rollout.collecting import CALL, TOKENIZER, Listed, collect, collector, random_domain, random_policy, same, say
 
 # ------------------------------------------------------------------------------------------- order and seeds
 
@@ -105,10 +72,9 @@ def test_seeds_depend_on_run_step_task_and_sample():
 
 def test_a_task_drawn_twice_gives_two_different_groups():
     domain = random_domain()
-    task = domain.task("train", 0)
-    episodes, _ = asyncio.run(collector(FakeEngine(random_policy), domain).collect([task, task], run_seed=0, step=0))
+    episodes, _ = collect(FakeEngine(random_policy), domain, n=2, step=0, source=Listed(domain, [0, 0]))
     assert len({e.seed for e in episodes}) == 6
-    assert Counter(e.group for e in episodes) == {f"train/0/{slot}/{task.id}": 3 for slot in (0, 1)}
+    assert Counter(e.group for e in episodes) == {f"train/0/{slot}/toy/train/0": 3 for slot in (0, 1)}
 
 
 @pytest.mark.parametrize("name", variants("env"))
@@ -214,16 +180,39 @@ def test_progress_counts_every_episode():
     assert calls == [(i, 12) for i in range(1, 13)]
 
 
-def test_no_tasks_no_episodes():
-    assert collect(FakeEngine(random_policy), random_domain(), n=0)[0] == []
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 0}, "prompts is 0; give at least 1"),
+        ({"group_size": 0}, "group_size is 0; give at least 1"),
+        ({"retries": -1}, "max_retries is -1; give at least 0"),
+        ({"max_lag": -1}, "max_lag is -1; give at least 0"),
+        ({"over_sample": -0.5}, "over_sample is -0.5; give at least 0"),
+        ({"over_sample": float("nan")}, "over_sample is nan"),
+        ({"max_lag": 1, "over_sample": 1.5}, "over_sample is 1.5, but with max_lag 1 only 2 batches may be in flight; give at most 1"),
+    ],
+)
+def test_bad_arguments_are_refused(fields: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        collector(FakeEngine(random_policy), random_domain(), **fields)
 
 
-def test_bad_arguments_are_refused():
-    domain = random_domain()
-    with pytest.raises(ValueError, match="group_size is 0"):
-        collector(FakeEngine(random_policy), domain, group_size=0)
-    with pytest.raises(ValueError, match="max_retries is -1"):
-        collector(FakeEngine(random_policy), domain, retries=-1)
+def test_a_prompt_that_the_model_cannot_hold_is_counted_and_not_played_again():
+    def policy(request: Request) -> Completion:
+        if request.id.startswith("train/5/1/"):
+            none = np.array([])
+            return Completion(none, none, none, "error", error="prompt of 9999 and max_new 60 exceed the context of 4096")
+        return say(request, "<answer>bl</answer>")
+
+    episodes, stats = collect(FakeEngine(policy), HopLookup(), n=2, group_size=2)
+    assert (stats.ok, stats.truncated, stats.retries, stats.dropped) == (2, {"context_overflow": 2}, {}, {})
+    assert [e.sampled_tokens > 0 for e in episodes] == [True, True, False, False]
+
+
+def test_the_source_is_told_of_what_is_handed_out():
+    source = Listed(random_domain())
+    episodes, _ = collect(FakeEngine(random_policy), source.domain, source=source)
+    assert source.observed == episodes
 
 
 # ------------------------------------------------------------------------------------- faults and cancellation
@@ -239,9 +228,8 @@ def test_a_fault_stops_everything_and_closes_every_environment():
     engine = FakeEngine(policy)
 
     async def main():
-        tasks = [domain.task("train", i) for i in range(4)]
         with pytest.raises(EngineFault):
-            await collector(engine, domain).collect(tasks, run_seed=0, step=5)
+            await collector(engine, domain).collect(5, 0)
         return [env.closed for env in domain.envs], engine.open  # now, and not when the event loop ends
 
     assert asyncio.run(main()) == ([1] * 12, 0)
@@ -254,8 +242,7 @@ def test_cancellation_closes_every_environment():
 
     async def main():
         await engine.pause()
-        tasks = [domain.task("train", i) for i in range(4)]
-        running = asyncio.create_task(collector(engine, domain).collect(tasks, run_seed=0, step=0))
+        running = asyncio.create_task(collector(engine, domain).collect(0, 0))
         await asyncio.sleep(0.02)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

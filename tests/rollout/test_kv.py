@@ -69,3 +69,48 @@ def test_common_prefix():
     assert common_prefix(a, np.array([1, 2, 3, 4])) == 3
     assert common_prefix(a, np.array([1, 2, 4, 4])) == 2
     assert common_prefix(a, np.array([9])) == 0
+
+
+def test_rows_that_keep_fewer_columns_end_together():
+    """Of 3 new columns the rows keep 3, 1 and 2; the tokens before column ``first`` are nobody's and stay where they are."""
+    kv, written = filled(3, 7)
+    kv.first = 2
+    kv.settle(3, [3, 1, 2])
+    keys, values = kv.buffers()
+    assert kv.length == 7
+    for row, shift in enumerate((0, 2, 1)):
+        assert torch.equal(keys[:, row, :, 2 + shift : 7], written[:, row, :, 2 : 7 - shift])
+        assert torch.equal(values[:, row, :, 2 + shift : 7], -written[:, row, :, 2 : 7 - shift])
+        assert torch.equal(keys[:, row, :, :2], written[:, row, :, :2])
+    kv.settle(3, [1, 1, 1])
+    assert kv.length == 5 and torch.equal(kv.buffers()[0][:, 0, :, 2:5], written[:, 0, :, 2:5])
+
+
+def test_experts_move_with_keys_and_values():
+    """[layers, rows, columns, k] as written, through growth, settling, removal and a past."""
+    mixtures, k = 2, 4
+    kv = KV(LAYERS, 3, 4)
+    chosen = torch.arange(mixtures * 3 * 6 * k, dtype=torch.int64).reshape(mixtures, 3, 6, k)
+
+    def write(begin: int, end: int) -> None:
+        for layer in range(LAYERS):
+            some = torch.ones(3, HEADS, end - begin, DIM)
+            kv.update(some, some, layer)
+            if layer < mixtures:
+                kv.put_experts(layer, mixtures, chosen[layer, :, begin:end].reshape(-1, k))
+        kv.advance(end - begin)
+
+    write(0, 3)
+    write(3, 6)  # grows
+    kv.settle(3, [3, 1, 3])
+    kv.remove(0)  # row 2 takes its place
+    for row, expected in ((0, chosen[:, 2]), (1, chosen[:, 1, :4])):
+        found = kv.experts(row, 4)
+        assert found is not None and found.dtype == np.int32
+        assert np.array_equal(found, expected[:, -4:].transpose(0, 1).numpy())
+    past = kv.past(0, np.arange(6))
+    other = KV(LAYERS, 2, 8, length=7)
+    other.put_past(1, past, 5, 7)
+    assert np.array_equal(other.experts(1, 5), chosen[:, 2, :5].transpose(0, 1).numpy())
+    assert past.nbytes == 6 * (2 * LAYERS * HEADS * DIM * 4 + mixtures * k * 4)
+    assert filled(1, 2)[0].experts(0, 2) is None

@@ -373,3 +373,171 @@ def test_no_order_of_calls_leaves_a_request_hanging(seed: int):
             await engine.sleep()  # refused if anything were in flight
 
     run(body())
+
+
+# ------------------------------------------------------------------------------------- pauses, absence, accounts
+
+
+async def at_work(engine: LocalEngine, asked: list[Request]) -> asyncio.Future:
+    """Running until a few tokens have come."""
+    before = await engine.progress()
+    running = asyncio.gather(*(engine.generate(r) for r in asked))
+    while await engine.progress() < before + 3 * len(asked):
+        await asyncio.sleep(0.001)
+    return running
+
+
+def test_modes_of_pause():
+    """In place keeps keys and values, retract drops them and changes no answer, abort ends what runs and what waits."""
+
+    async def body():
+        async with serving() as engine:
+            asked = requests([6, 11], max_new=140)
+            plain = await answer(engine, asked)
+            for mode in ("in_place", "retract"):
+                passes = Passes(engine)
+                running = await at_work(engine, asked)
+                await engine.pause(mode)
+                held = (await engine.memory())["kv_cache"]
+                assert not running.done() and (held == 0) == (mode == "retract")
+                await engine.resume()
+                for a, b in zip(plain, await running, strict=True):
+                    assert a.tokens.tolist() == b.tokens.tolist()
+                    np.testing.assert_allclose(a.logp, b.logp, atol=1e-5)
+                assert len(passes.prefills) == (2 if mode == "retract" else 1)
+            running = await at_work(engine, asked)
+            await engine.pause()
+            waiting = asyncio.create_task(engine.generate(Request("w", prompt(4), 3)))
+            await asyncio.sleep(0)
+            await engine.pause("abort")  # a second pause, of another mode
+            done = await running
+            assert [c.finish for c in (*done, await waiting)] == ["abort"] * 3
+            assert 0 < len(done[0].tokens) < 140
+            late = asyncio.create_task(engine.generate(Request("late", prompt(4), 3)))
+            await asyncio.sleep(0.02)
+            assert not late.done()
+            await engine.resume()
+            assert (await late).finish == "length"
+            with pytest.raises(ValueError, match="sideways.*in_place"):
+                await engine.pause("sideways")
+
+    run(body())
+
+
+def test_a_wave_does_not_wait_for_a_client_that_is_away():
+    """Its keys and values stay; once it is back it is waited for again."""
+
+    async def body():
+        async with serving() as engine:
+            back, order = asyncio.Event(), []
+
+            async def slow() -> Completion:
+                with engine.client():
+                    first = await engine.generate(Request("a0", prompt(9), 6, order=(0,)))
+                    with engine.away():
+                        await back.wait()
+                    await asyncio.sleep(0.03)  # no longer away: the other's third request must wait
+                    order.append("back")
+                    return await engine.generate(Request("a1", np.concatenate([prompt(9), first.tokens]), 6, order=(0,)))
+
+            async def fast() -> None:
+                with engine.client():
+                    for turn in range(3):
+                        if turn == 2:
+                            back.set()
+                            await asyncio.sleep(0)
+                        await engine.generate(Request(f"b{turn}", prompt(7, turn), 6, order=(1,)))
+                        order.append(turn)
+
+            slowly, _ = await asyncio.gather(slow(), fast())
+            assert order == [0, 1, "back", 2] and slowly.cached == 9 + 6 - 1
+            with engine.away():  # outside any client
+                assert (await answer(engine, requests([5])))[0].finish == "length"
+
+    run(body())
+
+
+def test_progress_counts_tokens_and_memory_counts_bytes():
+    """One token holds keys and values of 3 layers × 2 heads × 10 numbers × 4 bytes."""
+
+    async def body():
+        async with serving() as engine:
+            weights = sum(t.nbytes for t in checkpoint("qwen3").values())
+            assert await engine.progress() == 0 and await engine.memory() == {"weights": weights, "kv_cache": 0}
+            await answer(engine, requests([5, 8], max_new=7))
+            assert await engine.progress() == 14
+            with engine.client():
+                await answer(engine, [Request("c", prompt(8), 5)])
+                await engine.pause()  # the batch is over
+                await engine.resume()
+                assert (await engine.memory())["kv_cache"] == (8 + 5 - 1) * 2 * 3 * 2 * 10 * 4
+            assert (await engine.memory())["kv_cache"] == 0
+            running = await at_work(engine, requests([5], max_new=140))
+            assert await engine.progress() < 19 + 140  # it is read while tokens are computed
+            assert (await running)[0].finish == "length" and await engine.progress() == 19 + 140
+            await engine.sleep()
+            assert await engine.memory() == {"weights": 0, "kv_cache": 0}
+
+    run(body())
+
+
+# ------------------------------------------------------------------------------------------------------ experts
+
+
+def experts(tokens: np.ndarray) -> np.ndarray:
+    """[T, 3, 2] the experts that a plain forward pass of the reference sends each token to."""
+    with torch.no_grad():
+        logits = reference("qwen3_moe")(torch.from_numpy(tokens)[None], output_router_logits=True).router_logits
+    return torch.stack([layer.topk(2, dim=-1).indices for layer in logits], 1).numpy()
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_routing_is_that_of_a_forward_pass(drafting: bool):
+    """Second turns that reuse caches, rows of unequal lengths that end at unequal times, with drafts and without."""
+
+    async def body():
+        async with serving("qwen3_moe", drafting=drafting) as engine:
+            assert "routing" in engine.capabilities()
+
+            async def episode(i: int, name: str) -> list[tuple[np.ndarray, Completion]]:
+                done = []
+                with engine.client():
+                    tokens = prompt(4 + 3 * i, i)
+                    for turn in range(2):
+                        request = Request(f"{name}{i}/{turn}", tokens, 6 + 4 * i, seed=i, order=(i,), routing=i != 2)
+                        done.append((tokens, await engine.generate(request)))
+                        tokens = np.concatenate([tokens, done[-1][1].tokens, prompt(3, turn)])
+                return done
+
+            for name in "xy":  # what is heard in x is drafted in y
+                for i, done in enumerate(await asyncio.gather(*(episode(i, name) for i in range(4)))):
+                    for tokens, c in done:
+                        if i == 2:  # not asked for
+                            assert c.routing is None
+                            continue
+                        row = np.concatenate([tokens, c.tokens])
+                        assert c.routing is not None and c.routing.dtype == np.int32
+                        assert c.routing.shape == (len(row) - 1, 3, 2)
+                        assert np.array_equal(c.routing, experts(row)[:-1])
+                    assert done[1][1].cached > 0
+            assert not drafting or engine.draft_stats()["accepted"] > 20
+
+    run(body())
+
+
+def test_routing_of_an_aborted_answer_and_of_a_dense_model():
+    async def body():
+        async with serving("qwen3_moe") as engine:
+            ask = Request("r", prompt(7), 140, routing=True)
+            running = await at_work(engine, [ask])
+            await engine.pause()
+            await engine.abort()
+            (c,) = await running
+            assert c.finish == "abort" and c.routing is not None
+            assert np.array_equal(c.routing, experts(np.concatenate([ask.tokens, c.tokens]))[:-1])
+        async with serving("qwen3") as engine:
+            assert "routing" not in engine.capabilities()
+            with pytest.raises(ValueError, match="'r'.*routing"):
+                await engine.generate(ask)
+
+    run(body())

@@ -88,3 +88,14 @@ def test_logits_that_are_not_finite_show(bad: float):
     ids, logp = sample(logits, draw({}, {}), np.array([1, 1]))
     assert not torch.isfinite(logp[0]) and torch.isfinite(logp[1])
     assert 0 <= ids[0] < 3
+
+
+def test_repeated_draws_are_those_of_the_rows():
+    """Three positions of each of four unlike rows at once give the tokens of three single steps."""
+    rows = [{"seed": 3, "temperature": 0.0}, {"seed": 4, "temperature": 2.0}, {"seed": 5, "top_k": 2}, {"seed": 6, "top_p": 0.5}]
+    logits = torch.randn(4, 3, 23, generator=torch.Generator().manual_seed(1))
+    places = np.array([[7, 8, 9], [2, 3, 4], [30, 31, 32], [0, 1, 2]])
+    ids, logp = sample(logits.clone().flatten(0, 1), draw(*rows).repeat(3), places.ravel())
+    for step in range(3):
+        one, value = sample(logits[:, step].clone(), draw(*rows), places[:, step])
+        assert torch.equal(ids.view(4, 3)[:, step], one) and torch.equal(logp.view(4, 3)[:, step], value)

@@ -4,20 +4,21 @@ import itertools
 
 import pytest
 
-from mcore_agent.rollout.states import CYCLE, DEFERRED, EVENTS, STATES, TABLE, StateError, TimeSlicer, residual_memory, table_markdown
+from mcore_agent.rollout.states import COLOCATED, PLACEMENTS, SEPARATE, StateError, TimeSlicer, Turns, residual_memory, table_markdown
 
-PAIRS = list(itertools.product(STATES, EVENTS))
+CYCLE, STATES, TABLE = COLOCATED.cycle, COLOCATED.states, COLOCATED.table
+PAIRS = [(turns, *pair) for turns in PLACEMENTS.values() for pair in itertools.product(turns.states, turns.events)]
 
 
-@pytest.mark.parametrize(("state", "event"), PAIRS, ids=lambda x: x)
-def test_every_pair(state: str, event: str):
+@pytest.mark.parametrize(("turns", "state", "event"), PAIRS, ids=lambda x: x.name if isinstance(x, Turns) else x)
+def test_every_pair(turns: Turns, state: str, event: str):
     """Legal pairs lead where the table says; all others raise and leave everything as it was, except what is deferred."""
     seen: list[str] = []
-    slicer = TimeSlicer({event: lambda: seen.append(event)}, start=state, measure=dict)
-    if (state, event) in TABLE:
+    slicer = TimeSlicer({event: lambda: seen.append(event)}, start=state, measure=dict, turns=turns)
+    if (state, event) in turns.table:
         slicer.fire(event)
-        assert slicer.state == TABLE[state, event] and seen == [event]
-    elif event in DEFERRED:
+        assert slicer.state == turns.table[state, event] and seen == [event]
+    elif event in turns.deferred:
         slicer.fire(event)
         assert slicer.state == state and seen == [] and slicer.log == []
     else:
@@ -105,3 +106,11 @@ def test_the_printed_table_names_every_transition():
     for (state, event), after in TABLE.items():
         line = next(row for row in text if row.startswith(f"| {state} |"))
         assert (f"{event} → {after}" if state != after else f"{event} (stays)") in line
+
+
+def test_the_documentation_has_the_tables_of_the_code():
+    from tools.state_table import PAGE, filled
+
+    assert PAGE.read_text() == filled(PAGE.read_text())
+    for turns in PLACEMENTS.values():
+        assert table_markdown(turns) in PAGE.read_text()

@@ -5,7 +5,7 @@ import torch
 
 from ckpt_convert.families import family_of
 from mcore_agent.learner.groups import Groups, Layout
-from mcore_agent.weights.export import ExportError, export
+from mcore_agent.weights.export import ExportError, export, owners_of
 from tests.learner.jobs import learner_of
 from tests.learner.models import KINDS, config_of, weights_of
 from tests.ranks import ranks  # noqa: F401
@@ -38,6 +38,24 @@ def test_bits(ranks, layout, kind):  # noqa: F811
             want = weights[name].to(torch.bfloat16 if dtype == "bf16" else torch.float32)
             assert torch.equal(tensor, want) and tensor.device.type == "cpu", name
         assert not any(others)
+
+
+def exported_to(groups: Groups, kind: str, ranks_: tuple[int, ...]) -> list[tuple[str, torch.Tensor]]:
+    learner = learner_of(groups, config_of(kind, True, num_hidden_layers=4), weights_of(kind, True, layers=4), "fp32")
+    return [(name, tensor.clone()) for name, tensor in export(learner.model, owners_of(ranks_))]
+
+
+@pytest.mark.defect("E1", "E9")
+@pytest.mark.parametrize(("layout", "kind", "owners"), [
+    (Layout(tp=2, pp=2), "llama", (0, 2)), (Layout(dp=2, ep=2), "qwen3_moe", (1,)), (Layout(pp=2, dp=2, ep=2), "qwen3_moe", (0, 1, 3)),
+], ids=str)  # fmt: skip
+def test_several_owners_get_the_same(ranks, layout, kind, owners):  # noqa: F811
+    """Ranks without any shard of a parameter, or without any expert, take part all the same, and in the same order."""
+    found = ranks(exported_to, layout, kind, owners)
+    weights = weights_of(kind, True, layers=4)
+    for rank, items in enumerate(found):
+        assert {name for name, _ in items} == (set(weights) if rank in (0, *owners) else set())
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in items)
 
 
 def without_a_parameter(groups: Groups) -> str:

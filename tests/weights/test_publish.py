@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
+from mcore_agent.protocols import EngineDown
 from mcore_agent.registry import create
 from mcore_agent.weights.publish import PublishError, publish
 from tests.learner.models import KINDS, config_of, weights_of
@@ -41,7 +42,7 @@ def test_publish(kind):
     async def main() -> None:
         engine = await engine_of(kind)
         weights = weights_of(kind, True)
-        report = await publish(engine, weights.items(), 4, bucket_bytes=5000)
+        report = await publish({0: engine}, weights.items(), 4, bucket_bytes=5000)
         assert (report.version, report.tensors) == (4, len(weights)) and engine.version == 4
         assert report.bytes == sum(t.nbytes for t in weights.values())
         await engine.close()
@@ -59,9 +60,9 @@ def test_wrong_names(stream, message):
         engine = await engine_of("llama")
         tensors = Counting(weights_of("llama", True), **stream)
         with pytest.raises(PublishError, match=message):
-            await publish(engine, tensors, 1, bucket_bytes=5000)
+            await publish({0: engine}, tensors, 1, bucket_bytes=5000)
         assert tensors.exhausted, "other ranks would wait in the middle of an export"
-        await publish(engine, weights_of("llama", True).items(), 2)  # the failed update was closed
+        await publish({0: engine}, weights_of("llama", True).items(), 2)  # the failed update was closed
         assert engine.version == 2
         await engine.close()
 
@@ -92,7 +93,7 @@ def test_careless_engine(fault, message):
     async def main() -> None:
         engine = Careless(await engine_of("llama"), **fault)
         with pytest.raises(PublishError, match=message):
-            await publish(engine, weights_of("llama", True).items(), 1)
+            await publish({0: engine}, weights_of("llama", True).items(), 1)
         await engine.close()
 
     asyncio.run(main())
@@ -103,8 +104,37 @@ def test_engine_asleep():
         engine = await engine_of("llama", awake=False)
         tensors = Counting(weights_of("llama", True))
         with pytest.raises(PublishError, match="sleep"):
-            await publish(engine, tensors, 1)
+            await publish({0: engine}, tensors, 1)
         assert tensors.exhausted
         await engine.close()
+
+    asyncio.run(main())
+
+
+class Mortal(Careless):
+    """An engine whose process dies at its ``nth`` bucket."""
+
+    def __init__(self, inner, nth: int):
+        super().__init__(inner)
+        self.left = nth
+
+    async def update(self, bucket: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise EngineDown("connection refused")
+        await super().update(bucket)
+
+
+@pytest.mark.defect("H1")
+def test_an_engine_that_dies_keeps_no_other_from_its_weights():
+    async def main() -> None:
+        engines = {0: await engine_of("llama"), 1: Mortal(await engine_of("llama"), 3), 2: await engine_of("llama")}
+        tensors = Counting(weights_of("llama", True))
+        report = await publish(engines, tensors, 1, bucket_bytes=5000)
+        assert report.down == {1: "connection refused"} and tensors.exhausted
+        assert engines[0].version == engines[2].version == 1
+        assert await engines[0].checksum() == await engines[2].checksum()
+        for engine in engines.values():
+            await engine.close()
 
     asyncio.run(main())
