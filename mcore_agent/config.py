@@ -27,6 +27,10 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: Any, reason: str, way_out: str):
         super().__init__(f"{key} = {value!r}: {reason}. {way_out}")
         self.key = key
+        self._made_of = key, value, reason, way_out
+
+    def __reduce__(self) -> Any:
+        return ConfigError, self._made_of
 
 
 def key(default: Any, doc: str, *, choices: Sequence[Any] = (), low: float = -math.inf, harmless: bool = False) -> Any:
@@ -72,7 +76,8 @@ class LearnerConfig:
     recompute: str = key("off", "activations that backward computes again", choices=("off", "selective", "full"))
     dispatcher: str = key("alltoall", "how tokens travel to experts", choices=("alltoall", "allgather"))
     grouped_gemm: str = key("auto", "experts of a layer as one product; auto: where it can (GPU, bf16)", choices=("auto", "on", "off"))
-    routing_replay: str = key("off", "old: all mini-batches use the experts that the weights before them chose", choices=("off", "old"))
+    routing_replay: str = key("off", "experts that training uses: its own; those of the weights before the first mini-batch; the engine's",
+                              choices=("off", "old", "rollout"))  # fmt: skip
     aux_loss: float = key(0.0, "weight of the routers' load-balancing loss; 0: off", low=0)
     z_loss: float = key(0.0, "weight of the routers' z loss; 0: off", low=0)
     backend: str = key("auto", "communication", choices=("auto", "gloo", "nccl"))

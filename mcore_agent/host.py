@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_agent.agent.episode import Agent, Limits, Sampling
 from mcore_agent.agent.render import ChatRenderer
-from mcore_agent.config import Config
+from mcore_agent.config import Config, ConfigError
 from mcore_agent.parcel import Packed, Parcel
 from mcore_agent.processes import own_memory
 from mcore_agent.protocols import Engine, TaskSource
@@ -57,7 +57,11 @@ class Host:
         self.pool = Pool(self.engines, CacheRouter(), stall_s=c.rollout.stall_s, on_down=self._lost)
         self.pool.hold()
         await self._stack.enter_async_context(self.pool.watching())
-        self.sampling = Sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k)
+        experts = c.learner.routing_replay == "rollout"
+        if experts and "routing" not in self.pool.capabilities():
+            raise ConfigError("learner.routing_replay", "rollout", f"the {c.rollout.engine} engine reports no experts as it is set up",
+                              "Use old, or give the engine's option for it")  # fmt: skip
+        self.sampling = Sampling(c.rollout.temperature, c.rollout.top_p, c.rollout.top_k, experts)
         waves = None if own else self.engines[0].away  # type: ignore[attr-defined]
         self.collector = Collector(
             self.pool,  # type: ignore[arg-type]

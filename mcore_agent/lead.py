@@ -17,7 +17,7 @@ from mcore_agent.batch.age import limit_age
 from mcore_agent.batch.correction import weigh
 from mcore_agent.batch.microbatch import Plan
 from mcore_agent.batch.plan import gather, split, to_column
-from mcore_agent.batch.rowset import rowset
+from mcore_agent.batch.rowset import experts_of, rowset
 from mcore_agent.batch.select import minibatches, usable
 from mcore_agent.batch.sft import demonstration
 from mcore_agent.config import Config, ConfigError
@@ -142,7 +142,10 @@ class Lead:
         batch, oldest = Batch(tuple(usable(episodes)[0])), self.config.correction.max_age
         if oldest and batch.episodes:
             batch, numbers["correction/too_old"] = limit_age(batch, version, oldest)
-        return batch.with_columns(logp_old=batch.tokens("logp")) if batch.episodes else batch
+        if not batch.episodes:
+            return batch
+        batch = batch.with_columns(logp_old=batch.tokens("logp"))
+        return batch.with_columns(routing=experts_of(batch)) if self.config.learner.routing_replay == "rollout" else batch
 
     def compare(self, batch: Batch, version: int, correction: Correction | None, numbers: dict[str, Any]) -> Batch:
         """Engine against learner, by age of the tokens; with a correction the batch gets its weights."""

@@ -190,6 +190,8 @@ class Session:
     def credit(self, episodes: list[Episode] | None) -> Batch | None:
         """Rank 0: the batch with advantages; None elsewhere."""
         batch = self.lead.batch(episodes, self.policy.version, self.numbers) if self.lead and episodes is not None else None
+        if self.config.learner.routing_replay == "old":
+            batch = self._with_column(batch, "routing", self.policy.routing)
         if self.critic:
             batch = self._timed("values", partial(self._with_column, batch, "values", self.critic.values))
         if self._proximal():
@@ -215,8 +217,6 @@ class Session:
             self.roles = self.critic.roles(self.terms, self.progress.done)
         if any("logp_ref" in term.needs for term in self.roles.get("train", ())):
             batch = self._with_column(batch, "logp_ref", self.policy.reference_logp)
-        if self.config.learner.routing_replay == "old" and stage.kind == "rl":
-            batch = self._with_column(batch, "routing", self.policy.routing)
         probe = stage.kind == "rl" and not self._proximal()
         plans = self.lead.plans(batch, self.roles, stage.kind, probe) if self.lead and batch is not None else None
         return self.policy.deal(plans)

@@ -2,11 +2,12 @@
 
     python tools/bench.py learner     tokens per CPU-second of the learner, against transformers
     python tools/bench.py rollout     the same of the local engine, against transformers' generate
+    python tools/bench.py drafting    the same of the local engine with drafts, against itself without them
     python tools/bench.py packing     tokens per CPU-second of packed rows, against padded ones and against rows of one length
     python tools/bench.py head        log-probabilities of 4,096 tokens at vocabulary 152,064: memory, distance, time
     python tools/bench.py quickstart  trains the quickstart and says where the time of its steps went
     python tools/bench.py step RUN    the same of a run folder
-    python tools/bench.py all         learner, rollout, packing, head and quickstart
+    python tools/bench.py all         learner, rollout, drafting, packing, head and quickstart
 """
 
 import argparse
@@ -31,6 +32,12 @@ def rollout(repeats: int) -> None:
     import bench_rollout
 
     _print("local engine, 135M shape, batch 8, prompt 200 + 64 new", bench_rollout.run(repeats), 0.95)
+
+
+def drafting() -> None:
+    import bench_drafting
+
+    bench_drafting.report(bench_drafting.run(bench_drafting.STEPS))
 
 
 def packing(repeats: int) -> None:
@@ -89,7 +96,7 @@ def quickstart() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("learner", "rollout", "packing", "head", "quickstart", "step", "all"))
+    parser.add_argument("what", choices=("learner", "rollout", "drafting", "packing", "head", "quickstart", "step", "all"))
     parser.add_argument("run", nargs="?", type=Path, help="step: a run folder")
     parser.add_argument("--repeats", type=int, default=7, help="alternations (default 7)")
     arguments = parser.parse_args()
@@ -101,6 +108,8 @@ def main() -> None:
         learner(arguments.repeats)
     if arguments.what in ("rollout", "all"):
         rollout(arguments.repeats)
+    if arguments.what in ("drafting", "all"):
+        drafting()
     if arguments.what in ("packing", "all"):
         packing(arguments.repeats)
     if arguments.what in ("head", "all"):

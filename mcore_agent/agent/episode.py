@@ -51,6 +51,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
+    routing: bool = False  # keep the experts that the engine sent each token to
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class _Ask:
         request = Request(
             f"{self.episode}/{turn}", tokens, max_new, self.stop, s.temperature, s.top_p, s.top_k,
             seed=derive(self.seed, "turn", turn), order=(*self.order, turn), session=f"{self.episode}@{self.seed}",
+            routing=s.routing,
         )  # fmt: skip
         try:
             completion = await self.generate(request)
@@ -189,6 +191,9 @@ def _check(c: Completion, request: Request) -> None:
         raise EngineFault(f"request {request.id}: {sizes}")
     if c.finish not in ("stop", "length"):
         raise EngineFault(f"request {request.id}: finish is {c.finish!r}")
+    if request.routing and (c.routing is None or len(c.routing) != len(request.tokens) + n - 1):
+        found = "nothing" if c.routing is None else f"those of {len(c.routing)} tokens"
+        raise EngineFault(f"request {request.id}: experts of {len(request.tokens) + n - 1} tokens were asked for, {found} came")
     if c.finish == "stop" and int(c.tokens[-1]) not in request.stop:
         raise EngineFault(f"request {request.id}: stopped at token {int(c.tokens[-1])}, not one of {request.stop}")
 
@@ -200,11 +205,13 @@ class _Tape:
         self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # tokens, sampled, logp, version
         self.segments: list[Segment] = []
         self.length = 0
+        self.routing: np.ndarray | None = None  # of all tokens but the last, as of the last answer
 
     def add(self, tokens: np.ndarray, kind: str, turn: int, sampled: Completion | None = None) -> None:
         n, none = len(tokens), np.zeros(len(tokens))
         if sampled is not None:
             self.parts.append((tokens, none + 1, sampled.logp, sampled.version))
+            self.routing = sampled.routing
         else:
             self.parts.append((tokens, none, none, none - 1))
         self.segments.append(Segment(self.length, self.length + n, turn, kind))
@@ -215,4 +222,7 @@ class _Tape:
 
     def row(self) -> Row:
         tokens, sampled, logp, version = (np.concatenate(column) for column in zip(*self.parts, strict=True))
-        return Row(tokens, sampled, logp, version, tuple(self.segments))
+        routing = self.routing
+        if routing is not None:  # what comes after the last token that was read has no sampled token behind it
+            routing = np.concatenate([routing, np.repeat(routing[-1:], len(tokens) - len(routing), axis=0)])
+        return Row(tokens, sampled, logp, version, tuple(self.segments), routing=routing)

@@ -96,3 +96,17 @@ def _token_column(batch: Batch, name: str) -> np.ndarray:
     if values.shape != batch.token_row.shape:
         raise PlanError(f"batch column {name!r} has shape {values.shape}, expected one number per token {batch.token_row.shape}")
     return values
+
+
+def experts_of(batch: Batch) -> np.ndarray:
+    """[N, layers with experts, k] int32: the experts that the engine sent each token to; 0 in rows in which nothing was sampled.
+
+    Raises PlanError when a row with sampled tokens has none.
+    """
+    known = [row.routing for row in batch.rows if row.routing is not None]
+    parts = []
+    for number, row in enumerate(batch.rows):
+        if row.routing is None and row.sampled.any():
+            raise PlanError(f"row {number} of the batch has sampled tokens but not their experts; the engine must report them")
+        parts.append(row.routing if row.routing is not None else np.zeros((len(row), *known[0].shape[1:]), np.int32))
+    return np.concatenate(parts)

@@ -156,8 +156,32 @@ def _clear_errors(folder: Path) -> Iterator[None]:
 def load(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None:
     """Reads what ``save`` wrote, whatever its layout was; without ``optimizer`` only the weights. Collective.
 
-    Raises CheckpointError when the files are damaged, or are those of another model.
+    Raises CheckpointError, on every rank, when the files that one of them needs are damaged, or are those of another
+    model. Parameters and optimizer state are undefined then.
     """
+    try:
+        state = _read(folder, model, optimizer)
+    except CheckpointError:
+        _any_rank(True)
+        raise
+    if _any_rank(False):  # Megatron reads without a collective, so that only who needs a file knows that it is damaged
+        raise CheckpointError(
+            f"{folder}: the tensors cannot be read on another rank, which says why; copy them again, or delete the checkpoint "
+            "to go on from the one before"
+        )
+    for i, module in enumerate(model.modules):
+        module.load_state_dict(state[f"model{i}"])
+    if optimizer is None:
+        return
+    for i, part in enumerate(live_parts(optimizer)):
+        own = part.state_dict()
+        for group in own["optimizer"]["param_groups"]:
+            group["step"] = state["step"]
+        part.load_state_dict(own | {"param_state": state["optimizer"][str(i)], "param_state_sharding_type": SHARDING})
+
+
+def _read(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> dict[str, Any]:
+    """This rank's part of a checkpoint, as ``_sharded`` names it; a value head that is not there starts from zeros."""
     try:
         asked = _sharded(model, optimizer, loading=True)
         fresh = _without_value_head(asked, folder) if optimizer is None else {}
@@ -167,15 +191,18 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer | None) -> None
             f"{folder}: the tensors cannot be read ({_last_line(e)}); they are damaged or of another model: "
             "copy them again, or delete the checkpoint to go on from the one before"
         ) from e
-    for i, module in enumerate(model.modules):
-        module.load_state_dict(state[f"model{i}"] | fresh.get(f"model{i}", {}))
-    if optimizer is None:
-        return
-    for i, part in enumerate(live_parts(optimizer)):
-        own = part.state_dict()
-        for group in own["optimizer"]["param_groups"]:
-            group["step"] = state["step"]
-        part.load_state_dict(own | {"param_state": state["optimizer"][str(i)], "param_state_sharding_type": SHARDING})
+    for part, tensors in fresh.items():
+        state[part] |= tensors
+    return state
+
+
+def _any_rank(failed: bool) -> bool:
+    """Whether ``failed`` holds on any rank. Collective."""
+    if dist.get_world_size() == 1:
+        return failed
+    found = torch.tensor([int(failed)], device=groups.device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
 
 
 def _without_value_head(asked: dict[str, Any], folder: Path) -> dict[str, dict[str, torch.Tensor]]:

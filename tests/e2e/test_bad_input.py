@@ -371,7 +371,7 @@ def test_a_rank_that_dies_in_native_code_shows_where_it_was(tmp_path):
     assert "Fatal Python error: Aborted" in said and "in at_fault" in said and "rank 0 was ended by SIGABRT" in said
 
 
-@pytest.mark.defect("H2")
+@pytest.mark.defect("H2", "H9")
 def test_a_killed_rank_ends_the_run(begin, tmp_path):
     folder = tmp_path / "run"
     process = begin(*train(folder, "learner.dp=2").words)

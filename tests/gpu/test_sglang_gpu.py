@@ -45,7 +45,7 @@ def sums(given: Mapping[str, torch.Tensor]) -> dict[str, str]:
 @asynccontextmanager
 async def serving(config: dict[str, Any], gpus: tuple[int, ...] = (0,), **fields: Any) -> AsyncIterator[SGLangEngine]:
     need("sglang")
-    server = {"mem_fraction_static": 0.4, "context_length": 2048} | fields.pop("server", {})
+    server = {"mem_fraction_static": 0.4} | fields.pop("server", {})
     engine = SGLangEngine(config, dtype="bf16", tp=len(gpus), gpus=gpus, server=server, **fields)
     try:
         await engine.wake()

@@ -436,7 +436,7 @@ def test_a_wave_does_not_wait_for_a_client_that_is_away():
                     first = await engine.generate(Request("a0", prompt(9), 6, order=(0,)))
                     with engine.away():
                         await back.wait()
-                    await asyncio.sleep(0.03)  # no longer away: the other's third request must wait
+                    await asyncio.sleep(0.3)  # no longer away: the other's third request must wait
                     order.append("back")
                     return await engine.generate(Request("a1", np.concatenate([prompt(9), first.tokens]), 6, order=(0,)))
 

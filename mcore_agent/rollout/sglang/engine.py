@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,17 +18,18 @@ from mcore_agent.rollout.errors import EngineStateError
 from mcore_agent.rollout.requests import check_request
 from mcore_agent.rollout.sglang import gpu, wire
 from mcore_agent.rollout.sglang.buckets import Transport, transport_of
-from mcore_agent.rollout.sglang.gate import Gate
+from mcore_agent.rollout.sglang.gate import Gate, tags_of
 from mcore_agent.rollout.sglang.line import Line, Refused
 from mcore_agent.rollout.sglang.names import expected_weights
 from mcore_agent.rollout.sglang.server import START_S, Address, Server
 from mcore_agent.rollout.sglang.updates import Updates
 
-TAGS = frozenset({"weights", "kv_cache", "cuda_graph"})
 BOTH = ("weights", "kv_cache")
+ALWAYS = frozenset({"abort", "pause", "sleep", "update", "checksum", "top_k", "top_p"})
 MODES = ("in_place", "retract", "abort")
 ABORT_S = 10.0  # then a request counts as aborted with the tokens that are known here: none
 ALIVE_S = 10.0
+END_S = 5.0  # for the rest of a server to end, once its connections broke
 
 
 @dataclass(eq=False)
@@ -109,11 +111,9 @@ class SGLangEngine:
         return self._address
 
     def capabilities(self) -> frozenset[str]:
-        found = {"abort", "pause", "sleep", "update", "checksum", "top_k", "top_p"}
-        found |= set() if self._options.get("disable_radix_cache") else {"prefix_cache"}
-        found |= {"deterministic"} if self._seeded else set()
-        found |= {"routing"} if self._options.get("enable_return_routed_experts") else set()
-        return frozenset(found)
+        found = {"prefix_cache": not self._options.get("disable_radix_cache"), "deterministic": self._seeded}
+        found["routing"] = bool(self._options.get("enable_return_routed_experts"))
+        return ALWAYS | {name for name, there in found.items() if there}
 
     @property
     def _seeded(self) -> bool:
@@ -143,8 +143,8 @@ class SGLangEngine:
             selector = "target" if self._options.get("speculative_draft_model_path") else "all"  # a draft model keeps its weights
             folder = Path(self.address.folder)
             transport: Transport = transport_of(self._kind, gate.line, folder, self._tp, self._gpus, selector)
-            make = lambda: expected_weights(self._hf_config, self._dtype)  # noqa: E731
-            self._updates = Updates(gate, transport, make, folder, self._tp, selector, self._tied)
+            names = partial(expected_weights, self._hf_config, self._dtype)
+            self._updates = Updates(gate, transport, names, folder, self._tp, selector, self._tied)
         return self._updates
 
     # -------------------------------------------------------------------------------------------------- requests
@@ -165,7 +165,7 @@ class SGLangEngine:
         gate = await self._open("generate")
         if request.id in self._flights:
             raise ValueError(f"request {request.id!r}: a request with this id is in flight; give each its own")
-        _require_serving(gate)
+        gate.require_serving()
         total = len(request.tokens) + request.max_new
         if total > self.max_length:
             reason = f"prompt of {len(request.tokens)} and max_new {request.max_new} exceed the context of {self.max_length}"
@@ -195,7 +195,7 @@ class SGLangEngine:
         except EngineDown as e:
             # A connection can break without the server: asking once more, under another name, is harmless.
             if flight.cut or not await self._alive(gate):
-                raise self._explained(e) from e
+                raise await self._explained(e) from e
             await self._drop(flight.rid)
             flight.rid = uuid.uuid4().hex
             return await self._ask(flight, gate)
@@ -215,11 +215,11 @@ class SGLangEngine:
             return True
         return False
 
-    def _explained(self, e: EngineDown) -> EngineDown:
-        """With the end of the server's log, if the server is ours and has ended."""
+    async def _explained(self, e: EngineDown) -> EngineDown:
+        """With the end of the server's log, if the server is ours and ends."""
         if self._server is not None:
             try:
-                self._server.check()
+                await asyncio.to_thread(self._server.check, END_S)
             except EngineDown as found:
                 return found
         return e
@@ -240,13 +240,14 @@ class SGLangEngine:
         sent = {f.task: f for f in chosen if f.task is not None and not f.task.done()}
         if sent and gate.paused:
             await gate.close("retract")  # a request that is paused in place would end only after ``resume``
-        deadline = asyncio.get_running_loop().time() + ABORT_S
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + ABORT_S
         while sent:
             # Again and again: an abort that overtakes its request finds nothing.
             await asyncio.gather(*(self._drop(flight.rid) for flight in sent.values()))
             _, left = await asyncio.wait(sent, timeout=0.1)
             sent = {task: sent[task] for task in left}
-            if asyncio.get_running_loop().time() > deadline:
+            if loop.time() > deadline:
                 return self._cut(sent.values())
 
     def _cut(self, flights: Collection[_Flight]) -> None:
@@ -286,7 +287,7 @@ class SGLangEngine:
 
     async def sleep(self, tags: Iterable[str] = BOTH) -> None:
         """Frees memory; sleeping weights are lost. Raises EngineStateError while requests are in flight, paused ones included."""
-        chosen = _tags(tags)
+        chosen = tags_of(tags)
         gate = await self._open("sleep")
         if self._flights:
             raise EngineStateError(f"sleep while {len(self._flights)} requests are in flight; abort them or wait for them")
@@ -305,7 +306,7 @@ class SGLangEngine:
 
         Raises EngineDown when the memory of a GPU does not become free.
         """
-        chosen = _tags(tags)
+        chosen = tags_of(tags)
         gate = await self._open("wake")
         back = chosen & gate.served.asleep
         if back:
@@ -377,24 +378,10 @@ class SGLangEngine:
         except (LookupError, TypeError, Refused) as e:
             raise EngineDown(f"{gate.line.url} does not say how far it is: {e}") from e
         except EngineDown as e:
-            raise self._explained(e) from e
+            raise await self._explained(e) from e
 
     async def memory(self) -> dict[str, int]:
         """Bytes: ``rss`` of the server's processes, and ``device`` of their GPU memory where there are GPUs."""
         await self._open("memory")
         pid = self.address.pid
         return await asyncio.to_thread(lambda: {"rss": tree_rss(pid)} | gpu.device_memory(pid, self._gpus))
-
-
-def _tags(tags: Iterable[str]) -> frozenset[str]:
-    chosen = frozenset(tags)
-    if chosen - TAGS:
-        raise ValueError(f"sleep and wake know the tags {', '.join(sorted(TAGS))}, not {', '.join(sorted(chosen - TAGS))}")
-    return chosen
-
-
-def _require_serving(gate: Gate) -> None:
-    if gate.served.asleep:
-        raise EngineStateError(f"generate while {sorted(gate.served.asleep)} sleep; wake them first")
-    if not gate.served.ready and not gate.paused:
-        raise EngineStateError("generate without complete weights; finish a weight update first")

@@ -1,6 +1,7 @@
 """What a server says of itself, and whether it lets requests in: only while it is awake, has complete weights, and is not paused."""
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,16 @@ from mcore_agent.rollout.errors import EngineStateError
 from mcore_agent.rollout.sglang.line import Line, Refused
 from mcore_agent.rollout.sglang.wire import Served
 
+TAGS = frozenset({"weights", "kv_cache", "cuda_graph"})
 FLUSH_S = 30.0  # for the scheduler to be done with the step that it is in
+
+
+def tags_of(tags: Iterable[str]) -> frozenset[str]:
+    """What is to sleep or to wake. Raises ValueError for a tag that does not exist."""
+    chosen = frozenset(tags)
+    if chosen - TAGS:
+        raise ValueError(f"sleep and wake know the tags {', '.join(sorted(TAGS))}, not {', '.join(sorted(chosen - TAGS))}")
+    return chosen
 
 
 class Gate:
@@ -22,6 +32,13 @@ class Gate:
         self.paused = False  # on request, beside the reasons that ``served`` gives
         self.shut = True  # the server holds requests back
         self.known = False
+
+    def require_serving(self) -> None:
+        """Raises EngineStateError when a request could not be answered, now or after ``resume``."""
+        if self.served.asleep:
+            raise EngineStateError(f"generate while {sorted(self.served.asleep)} sleep; wake them first")
+        if not self.served.ready and not self.paused:
+            raise EngineStateError("generate without complete weights; finish a weight update first")
 
     async def sync(self) -> int:
         """Reads the server's state; returns the version that it serves. Raises EngineDown."""

@@ -37,7 +37,8 @@ def act(model: nn.Module, tensors: Any) -> None:
         else:
             # Collective: every rank makes all tensors, the first looks at them.
             first = get_parallel().tp_rank == 0
-            reply["sums"] = {name: tensor_checksum(tensor) if first else "" for name, tensor in checkpoint_tensors(model)}
+            for name, tensor in checkpoint_tensors(model):
+                reply["sums"][name] = tensor_checksum(cropped(tensor, order["shapes"].get(name))) if first else ""
     except FAULTS as e:
         reply["error"] = f"{type(e).__name__}: {e}"
     (folder / f"{order['name']}-{get_parallel().tp_rank}.json").write_text(json.dumps(reply))
@@ -50,6 +51,14 @@ def _load(model: nn.Module, order: dict[str, Any]) -> None:
         flat = mapped(file, order["size"], write=False)
     device = next(model.parameters()).device
     model.load_weights((name, tensor.to(device)) for name, tensor in unpack(flat, order["tensors"]))  # type: ignore[operator]
+
+
+def cropped(tensor: Tensor, shape: list[int] | None) -> Tensor:
+    """Without the zeros that SGLang appends where a kernel wants rounder sizes. As it is, if it holds anything else there."""
+    if shape is None or tensor.dim() != len(shape) or any(have < want for have, want in zip(tensor.shape, shape, strict=True)):
+        return tensor
+    inner = tensor[tuple(slice(size) for size in shape)]
+    return inner if int(tensor.count_nonzero()) == int(inner.count_nonzero()) else tensor
 
 
 def checkpoint_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -130,8 +139,19 @@ def _experts(path: str, leaf: str, module: Any, tensor: Tensor) -> Iterator[tupl
         raise ReadBackError(f"{path} is shared by experts and by rows at once, which has no rule for reading it back")
     from sglang.srt.runtime_context import get_parallel
 
+    if module.use_triton_kernels:
+        tensor = tensor.transpose(1, 2)
     dim = 0 if module.moe_ep_size > 1 else (1 if kind == "w13" else 2)
-    names = ("gate_proj", "up_proj") if kind == "w13" else ("down_proj",)
-    for name, part in zip(names, tensor.chunk(len(names), dim=1), strict=True):
+    parts = {"down_proj": tensor}
+    if kind == "w13":
+        gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if _interleaved(module) else tensor.chunk(2, dim=1)
+        parts = {"gate_proj": gate, "up_proj": up}
+    for name, part in parts.items():
         for number, expert in enumerate(_gather(part, dim, get_parallel().tp_group)):
             yield f"{path}.{number}.{name}.{rest}", expert
+
+
+def _interleaved(module: Any) -> bool:
+    """Whether rows of gate and up alternate, as a fused kernel wants them."""
+    method = module.quant_method
+    return hasattr(method, "w13_swiglu_interleaved") and bool(method.w13_swiglu_interleaved)

@@ -13,6 +13,7 @@ RELEASE = "0.5.23"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PLUGIN = "mcore_agent.rollout.sglang.inside.act"
 EMPTY = "-1;empty"  # the weight version of a server that has no weights yet
+SPARE = 8  # tokens of context that SGLang keeps for itself, so that a request may fill the model's
 LOG_EVERY = 1 << 30  # decode steps between two lines of the log: never
 
 # Set by the engine; a user's value would break its contract.
@@ -27,6 +28,7 @@ OWN = {
     "tp_size": "give tp to the engine (rollout.tp)",
     "base_gpu_id": "give gpus to the engine",
     "gpu_id_step": "give gpus to the engine",
+    "context_length": "it is the model's own, max_position_embeddings",
     "host": "engine and server share a node",
     "max_running_requests": "give max_batch to the engine (rollout.max_batch)",
 }
@@ -159,13 +161,14 @@ def server_arguments(
         "custom_weight_loader": [PLUGIN],
         "dtype": DTYPES[dtype],
         "tp_size": tp,
+        "context_length": context + SPARE,
         "host": "127.0.0.1",
         "port": port,
         "max_running_requests": max_batch,
     }
     usual: dict[str, Any] = {
         "random_seed": 0,
-        "log_level": "info",
+        "log_level": "warning",
         "log_level_http": "warning",
         "decode_log_interval": LOG_EVERY,
         "load_snapshot_publish_interval": 1,

@@ -168,8 +168,10 @@ class Server:
                     time.sleep(LOOK_S)
             return self._address
 
-    def check(self) -> None:
-        """Raises ServerDown when the process has ended; one that lost a port at its start is started again."""
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raises ServerDown when the process has ended, or ends within ``wait_s``; one that lost a port at its start is started again."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
         status = self._process.poll()
         if status is None:
             return
@@ -234,6 +236,7 @@ def _environment(folder: Path, cuda: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([*paths, *filter(None, [out.get("PYTHONPATH")])]),
         "MCORE_AGENT_SERVER_FOLDER": str(folder),
         "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the tokens that it keeps for itself
         "SGLANG_FORCE_STREAM_INTERVAL": "8",  # tokens after which the front knows what an aborted request had
         "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # longer than a client keeps an idle connection: else it may write to a closed one
     }

@@ -41,12 +41,16 @@ class Updates:
         """A former update that was not ended is void. What the server runs is held, without keys and values."""
         if "weights" in self._gate.served.asleep:
             raise EngineStateError("begin_update while the weights sleep; wake them first")
-        if not self._expected:
-            self._expected = await asyncio.to_thread(self._make_expected)
+        kinds = await self._kinds()
         await self._gate.close("retract")
         await self._session()
-        self._ledger = Ledger(self._expected)
+        self._ledger = Ledger(kinds)
         await self._gate.become(updating=True, ready=False)
+
+    async def _kinds(self) -> Mapping[str, Kind]:
+        if not self._expected:
+            self._expected = await asyncio.to_thread(self._make_expected)
+        return self._expected
 
     async def _session(self) -> None:
         """Opens SGLang's own session; one that somebody left open is ended."""
@@ -111,12 +115,13 @@ class Updates:
         """Of every weight, by checkpoint name, from the memory of the ranks. Raises WeightUpdateError if it cannot be read back."""
         if "weights" in self._gate.served.asleep:
             raise EngineStateError("checksum while the weights sleep; wake them first")
+        shapes = {name: list(kind.shape) for name, kind in (await self._kinds()).items()}
         await self._gate.close("in_place")
         try:
             if self._ledger is None:
                 await self._session()
             try:
-                sums: dict[str, str] = (await act(self._gate.line, self._folder, self._ranks, action="checksum"))["sums"]
+                reply = await act(self._gate.line, self._folder, self._ranks, action="checksum", shapes=shapes)
             finally:
                 if self._ledger is None:
                     await self._gate.line.do("/end_weight_update")
@@ -124,6 +129,7 @@ class Updates:
             raise WeightUpdateError(f"the server cannot say which weights it holds: {e}") from e
         finally:
             await self._gate.settle()
+        sums: dict[str, str] = reply["sums"]
         if self._tied and sums.get(HEAD) == sums.get(EMBEDDING):
             sums.pop(HEAD, None)
         return sums

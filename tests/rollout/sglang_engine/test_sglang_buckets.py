@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ckpt_convert.checksum import tensor_checksum
+from mcore_agent.protocols import EngineDown
 from mcore_agent.rollout.sglang.buckets import ALIGN, SHARED, Shm, layout, mapped, pack, unpack
 from mcore_agent.rollout.sglang.line import Refused
 
@@ -36,22 +37,23 @@ def test_a_bucket_keeps_every_bit():
 
 
 class Reader:
-    """In place of the server: reads the bucket as the server does, at once or after the sender has its memory back."""
+    """In place of a server of two ranks: reads a bucket as the server does. ``fault`` is what the second rank cannot do."""
 
-    def __init__(self, folder: Path, say: str = ""):
-        self.folder, self.say = folder, say
+    def __init__(self, folder: Path, fault: str = "", silent: bool = False):
+        self.folder, self.fault, self.silent = folder, fault, silent
         self.sums: list[dict[str, str]] = []
         self.files: list[str] = []
 
     async def do(self, route: str, body: Mapping[str, Any], limit_s: float) -> None:
         order = json.loads((self.folder / "order.json").read_text())
-        assert len(body["serialized_named_tensors"]) == order["ranks"] == 2 and body["flush_cache"] is False
+        assert len(body["serialized_named_tensors"]) == 2 and body["flush_cache"] is False and body["abort_all_requests"] is False
         self.files.append(order["file"])
-        if self.say:
-            raise Refused(400, self.say)
         with open(order["file"], "rb") as file:
             flat = mapped(file, order["size"], write=False)
         self.sums.append({name: tensor_checksum(tensor) for name, tensor in unpack(flat, order["tensors"])})
+        for rank in range(1 if self.silent else 2):
+            reply = {"error": self.fault if rank else "", "sums": {}}
+            (self.folder / f"{order['name']}-{rank}.json").write_text(json.dumps(reply))
 
 
 async def _send_twice(folder: Path, line: Any) -> None:
@@ -68,8 +70,12 @@ def test_shared_memory_arrives_and_is_given_back(tmp_path: Path):
     assert not any(Path(file).exists() for file in line.files) and Path(line.files[0]).parent == SHARED
 
 
-def test_a_refused_bucket_leaves_no_file(tmp_path: Path):
-    line = Reader(tmp_path, say="no")
-    with pytest.raises(Refused, match="no"):
-        asyncio.run(_send_twice(tmp_path, line))
-    assert not Path(line.files[0]).exists()
+@pytest.mark.parametrize(
+    ("line", "error"), [({"fault": "no such layer"}, (Refused, "no such layer")), ({"silent": True}, (EngineDown, "did not reply"))]
+)
+def test_a_bucket_that_a_rank_cannot_load_is_refused_and_leaves_no_file(tmp_path: Path, line: dict[str, Any], error: Any):
+    reader = Reader(tmp_path, **line)
+    with pytest.raises(error[0], match=error[1]):
+        asyncio.run(_send_twice(tmp_path, reader))
+    assert not Path(reader.files[0]).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["order.json"]
