@@ -8,7 +8,17 @@ from ckpt_convert.mcore_folder import HF, is_mcore, read_meta
 from mcore_agent.config import Config, ConfigError
 from mcore_agent.layout import LayoutError
 from mcore_agent.loss.correction import Correction, automatic, correct, uncorrected
-from mcore_agent.precision import Machine, PrecisionSpec, Split, check_offload, check_precision, grouped_gemm, planned, this_machine
+from mcore_agent.precision import (
+    Machine,
+    PrecisionSpec,
+    Split,
+    check_offload,
+    check_precision,
+    grouped_gemm,
+    planned,
+    this_machine,
+    token_multiple,
+)
 from mcore_agent.registry import RegistryError, check, create, get
 
 NOTHING = "Nothing was started"
@@ -39,6 +49,7 @@ def check_rules(config: Config, gpu: str | None = None) -> None:
     if gpu is None:
         _hardware(config)
     _family(config)
+    _fill(config)
     _correction(config)
     _precision(config, gpu)
 
@@ -116,7 +127,7 @@ def _layout(c: Config) -> None:
     try:
         _ = c.layout
     except LayoutError as e:
-        raise ConfigError(e.key, _value(c, e.key), str(e), NOTHING) from e
+        raise ConfigError(e.key, _value(c, e.key), e.reason, NOTHING) from e
 
 
 def _optimizer(c: Config) -> None:
@@ -281,7 +292,7 @@ def _family(c: Config) -> None:
     try:
         layout.check_experts(family.arch.experts)
     except LayoutError as e:
-        raise ConfigError(e.key, _value(c, e.key), str(e), NOTHING) from e
+        raise ConfigError(e.key, _value(c, e.key), e.reason, NOTHING) from e
     for name, default in (("dispatcher", "alltoall"), ("grouped_gemm", "auto"), ("aux_loss", 0.0), ("z_loss", 0.0),
                           ("routing_replay", "off")):  # fmt: skip
         value = _value(c, f"learner.{name}")
@@ -290,6 +301,18 @@ def _family(c: Config) -> None:
     longest = hf.get("max_position_embeddings", c.rollout.max_tokens)
     if c.rollout.max_tokens > longest:
         raise ConfigError("rollout.max_tokens", c.rollout.max_tokens, f"the model reads at most {longest} tokens", "Lower it")
+
+
+def _fill(c: Config) -> None:
+    """A micro-batch is filled up to a whole share for every rank that splits its tokens."""
+    from mcore_agent.plan_report import shape_of
+
+    n, tokens = c.layout, shape_of(c).tokens
+    parts = token_multiple(c.precision.fp8, n.tp, n.cp, n.sp)
+    if n.cp > 1 and parts > tokens:
+        most = max(1, tokens // token_multiple(c.precision.fp8, n.tp, 1, n.sp))
+        raise ConfigError("learner.cp", n.cp, f"a micro-batch of at most {tokens} tokens would be filled up to {parts}, mostly padding",
+                          f"Use learner.cp={most} or less")  # fmt: skip
 
 
 def check_model(c: Config) -> None:

@@ -240,15 +240,21 @@ async def _answer(pipe: Connection, host: Any, number: int, name: str, arguments
             last = time.monotonic()
             pipe.send((number, "progress", (done, total)))
 
+    if name not in host.calls:
+        pipe.send((number, "raised", KeyError(name)))
+        return
+    work = asyncio.ensure_future(host.calls[name](*arguments, **({"progress": progress} if name in host.reports else {})))
     try:
-        message = number, "done", await host.calls[name](*arguments, **({"progress": progress} if name in host.reports else {}))
-    except Exception as e:  # noqa: BLE001  (whatever it is, rank 0 raises it)
-        message = number, "raised", _portable(e)
+        await asyncio.wait({work})
+    finally:
+        work.cancel()
+    failure = work.exception()
+    message = (number, "done", work.result()) if failure is None else (number, "raised", _portable(failure))
     with suppress(OSError):  # rank 0 has gone: nobody asks any more
         pipe.send(message)
 
 
-def _portable(e: Exception) -> Exception:
+def _portable(e: BaseException) -> BaseException:
     """The exception itself if it survives the pipe; else one that says the same. Faults bring their stack along."""
     text = "".join(traceback.format_exception(e))
     try:

@@ -12,7 +12,10 @@ LAYERS = (
     {"task", "env", "reward", "credit", "loss", "context"},
     {"config", "config_rules", "mismatch", "precision", "batch", "agent"},
     {"rollout", "learner", "weights"},
-    {"loop", "session", "lead", "policy", "serving", "coordinator", "engines", "host", "parcel", "critic", "offline", "plan_report", "memory_plan", "summary"},
+    {
+        *("loop", "session", "lead", "policy", "serving", "coordinator", "engines", "host", "parcel", "critic", "offline"),
+        *("plan_report", "memory_plan", "summary"),
+    },
     {"cli", "launch"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

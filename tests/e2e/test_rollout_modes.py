@@ -5,6 +5,7 @@ import pytest
 from tests.e2e.running import QUICKSTART, TINY, cli, end, metrics, start, summary, wait_for
 
 BESIDE = ("rollout.placement=separate", "rollout.max_lag=1", "batch.minibatches=1")
+TURNS = ("rollout.max_lag=1", "rollout.over_sample=0.5", "batch.minibatches=1")
 WORDS = ("stages=[{kind: sft, steps: 12, lr: 2.0e-3, demos: 16}, {kind: rl, steps: 8, lr: 1.0e-3}]",)
 
 
@@ -13,7 +14,7 @@ def rl(folder):
 
 
 @pytest.mark.defect("G2", "G3", "G4")
-@pytest.mark.parametrize("words", [BESIDE, ("rollout.max_lag=1", "rollout.over_sample=0.5", "batch.minibatches=1")], ids=["separate", "in turns"])
+@pytest.mark.parametrize("words", [BESIDE, TURNS], ids=["separate", "in turns"])
 def test_no_token_is_older_than_the_bound(words, tmp_path):
     """Killed in the middle and resumed: every group is whole, none is too old, tasks come in the order of their source."""
     folder = tmp_path / "run"

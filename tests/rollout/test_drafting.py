@@ -56,6 +56,14 @@ def test_the_most_frequent_continuation_and_of_equals_the_newest():
     assert index.draft(index.open([1, 2, 3]), 8) == [5, 5]
 
 
+def test_old_habits_are_given_up():
+    """Only the two newest occurrences count: three times 5, then twice 6."""
+    index = SuffixIndex(100, places=2)
+    for last in (5, 5, 5, 6, 6):
+        index.open([1, 2, 3, last])
+    assert index.draft(index.open([1, 2, 3]), 8) == [6]
+
+
 def test_a_draft_is_as_long_as_its_match():
     index = SuffixIndex(100)
     said = list(range(20))
@@ -240,7 +248,7 @@ def test_samples_with_drafts_follow_the_softmax():
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    vocab, draws, heat = 11, 4000, 3.0
+    vocab, draws, heat = 11, 4000, 2.5
     config = {**CONFIGS["qwen3"], "vocab_size": vocab}
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval().requires_grad_(False)
@@ -264,10 +272,8 @@ def test_samples_with_drafts_follow_the_softmax():
     expected = joint.flatten().numpy() * draws
     seen = np.bincount([c.tokens[1] * vocab + c.tokens[2] for c in done], minlength=vocab * vocab)
     assert stats["accepted"] > 0.1 * draws and stats["proposed"] > 2 * stats["accepted"]  # right and wrong ones
-    rare = expected < 5  # pooled
-    expected, seen = (np.append(cells[~rare], cells[rare].sum()) for cells in (expected, seen))
+    assert expected.min() > 5
     statistic, df = float(((seen - expected) ** 2 / expected).sum()), len(expected) - 1
-    assert df > 60 and seen.sum() == draws
     assert statistic < df * (1 - 2 / (9 * df) + 2.326 * (2 / (9 * df)) ** 0.5) ** 3
 
 

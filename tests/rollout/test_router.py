@@ -149,7 +149,7 @@ def changes(states: list[bool]) -> int:
 def test_the_switch_follows_the_load_but_not_the_noise():
     """Load falls from 40 to 0 and rises again, with noise as wide as the band: two changes, and none in the middle of it."""
     noise = Random(5)
-    trend = [*range(40, 0, -1), *range(0, 41)]
+    trend = [*range(40, 0, -1), *range(41)]
     series = [max(0, round(base + noise.uniform(-4, 4))) for base in trend for _ in range(5)]
     switch = Switch(low=8, high=16)
     states = [switch.step(running) for running in series]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from mcore_agent.rollout.states import COLOCATED, PLACEMENTS, SEPARATE, StateError, TimeSlicer, Turns, residual_memory, table_markdown
+from mcore_agent.rollout.states import COLOCATED, PLACEMENTS, StateError, TimeSlicer, Turns, residual_memory, table_markdown
 
 CYCLE, STATES, TABLE = COLOCATED.cycle, COLOCATED.states, COLOCATED.table
 PAIRS = [(turns, *pair) for turns in PLACEMENTS.values() for pair in itertools.product(turns.states, turns.events)]

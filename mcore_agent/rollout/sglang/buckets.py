@@ -76,6 +76,16 @@ def unpack(flat: Tensor, entries: Iterable[dict[str, Any]]) -> list[tuple[str, T
     return out
 
 
+def metadata_of(tensors: Named, entries: Iterable[dict[str, Any]]) -> list[Any]:
+    """The same as SGLang describes the contents of a bucket."""
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+    return [
+        FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, entry["start"], entry["start"] + tensor.nbytes, tensor.nbytes)
+        for (name, tensor), entry in zip(tensors, entries, strict=True)
+    ]
+
+
 def mapped(file: Any, size: int, write: bool) -> Tensor:
     """A flat uint8 tensor over a file's bytes; it lives as long as the tensor or a view of it."""
     access = mmap.ACCESS_WRITE if write else mmap.ACCESS_COPY
@@ -141,21 +151,24 @@ class Ipc:
     async def send(self, tensors: Named) -> None:
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         monkey_patch_torch_reductions()  # handles then name a GPU by its uuid: both processes may number them differently
+        entries, size = layout(tensors)
+        metadata = metadata_of(tensors, entries)
         payload, kept = [], []
         for gpu in self._gpus:
-            bucket = FlattenedTensorBucket(named_tensors=[(name, t.detach().to(f"cuda:{gpu}")) for name, t in tensors])
-            kept.append(bucket)
-            made = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-            payload.append(MultiprocessingSerializer.serialize(made, output_str=True))
+            flat = torch.empty(size, dtype=torch.uint8, device=f"cuda:{gpu}")
+            pack(tensors, entries, flat)
             torch.cuda.synchronize(gpu)
+            kept.append(flat)
+            payload.append(MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": metadata}, output_str=True))
         body: dict[str, Any] = {"serialized_named_tensors": payload, "load_format": "flattened_bucket", "selector": self._selector}
         body |= {"flush_cache": False, "abort_all_requests": False}
-        await self._line.do("/update_weights_from_tensor", body, WEIGHTS_S)
-        kept.clear()
-        torch.cuda.ipc_collect()
+        try:
+            await self._line.do("/update_weights_from_tensor", body, WEIGHTS_S)
+        finally:
+            kept.clear()
+            torch.cuda.ipc_collect()
 
     async def end(self) -> None:
         pass

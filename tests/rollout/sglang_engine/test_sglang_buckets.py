@@ -11,8 +11,9 @@ import torch
 
 from ckpt_convert.checksum import tensor_checksum
 from mcore_agent.protocols import EngineDown
-from mcore_agent.rollout.sglang.buckets import ALIGN, SHARED, Shm, layout, mapped, pack, unpack
+from mcore_agent.rollout.sglang.buckets import ALIGN, SHARED, Shm, layout, mapped, metadata_of, pack, unpack
 from mcore_agent.rollout.sglang.line import Refused
+from tests.required import need
 
 TENSORS = [
     ("a", torch.randn(3, 5)),
@@ -79,3 +80,15 @@ def test_a_bucket_that_a_rank_cannot_load_is_refused_and_leaves_no_file(tmp_path
         asyncio.run(_send_twice(tmp_path, reader))
     assert not Path(reader.files[0]).exists()
     assert [path.name for path in tmp_path.iterdir()] == ["order.json"]
+
+
+def test_a_bucket_is_in_the_form_that_sglang_reads():
+    """Its own class finds every tensor in ours: handles of GPU memory are read that way."""
+    need("sglang")
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    entries, size = layout(TENSORS)
+    flat = torch.zeros(size, dtype=torch.uint8)
+    pack(TENSORS, entries, flat)
+    again = FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata_of(TENSORS, entries)).reconstruct_tensors()
+    assert {name: tensor_checksum(tensor) for name, tensor in again} == SUMS
