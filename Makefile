@@ -1,5 +1,6 @@
 # make quickstart   install into .venv and train the quickstart
 # make test         install into .venv and run the whole test suite
+# make sglang       install SGLang into .venv too
 # make test-sglang  install SGLang into .venv too and test its engine against real servers
 # make test-layouts  every legal parallel layout of up to eight ranks, of which make test runs a sample
 # PYTHON=/path/to/python3.12 chooses the interpreter.
@@ -11,7 +12,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-sglang test-layouts bench smollm2 install clean
+.PHONY: quickstart test sglang test-sglang test-layouts bench smollm2 install clean
 
 quickstart: $(STAMP)
 	$(VENV)/bin/mcore-agent train recipes/quickstart.yaml $(ARGS)
@@ -19,9 +20,11 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
 
-test-sglang: $(STAMP)
+sglang: $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2,sglang]'
-	MCORE_AGENT_REQUIRE=sglang OMP_NUM_THREADS=1 $(PY) -m pytest tests/contracts tests/rollout/sglang_engine $(ARGS)
+
+test-sglang: sglang
+	MCORE_AGENT_REQUIRE=sglang OMP_NUM_THREADS=1 $(PY) -m pytest tests/contracts tests/rollout/sglang_engine tests/e2e/test_sglang.py $(ARGS)
 
 test-layouts: $(STAMP)
 	OMP_NUM_THREADS=1 MCORE_AGENT_LAYOUTS=all $(PY) -m pytest tests/learner/test_layouts.py $(ARGS)

@@ -106,6 +106,11 @@ def _engine(c: Config) -> None:
         for name, value in (("engines", r.engines), ("tp", r.tp)):
             if value > 1:
                 raise ConfigError(f"rollout.{name}", value, f"the {r.engine} engine is one, on one device", "Use another engine, or give 1")
+    if r.draft_high <= r.draft_low:
+        raise ConfigError("rollout.draft_high", r.draft_high, f"is not above draft_low = {r.draft_low}", "Between the two nothing changes")
+    if 1 <= r.max_lag < r.over_sample:
+        raise ConfigError("rollout.over_sample", r.over_sample, f"more than rollout.max_lag = {r.max_lag} batches would be begun at once",
+                          "Lower it, or raise rollout.max_lag")  # fmt: skip
     if r.stall_s <= 0:
         raise ConfigError("rollout.stall_s", r.stall_s, "every engine would count as frozen", "For example 60")
 
@@ -305,9 +310,7 @@ def _family(c: Config) -> None:
 
 def _fill(c: Config) -> None:
     """A micro-batch is filled up to a whole share for every rank that splits its tokens."""
-    from mcore_agent.plan_report import shape_of
-
-    n, tokens = c.layout, shape_of(c).tokens
+    n, tokens = c.layout, max(c.batch.token_budget, c.rollout.max_tokens)
     parts = token_multiple(c.precision.fp8, n.tp, n.cp, n.sp)
     if n.cp > 1 and parts > tokens:
         most = max(1, tokens // token_multiple(c.precision.fp8, n.tp, 1, n.sp))

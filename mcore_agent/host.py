@@ -10,11 +10,12 @@ from mcore_agent.agent.render import ChatRenderer
 from mcore_agent.config import Config, ConfigError
 from mcore_agent.parcel import Packed, Parcel
 from mcore_agent.processes import own_memory
-from mcore_agent.protocols import Engine, TaskSource
+from mcore_agent.protocols import Completion, Engine, Request, TaskSource
 from mcore_agent.registry import create, get
 from mcore_agent.rollout.collect import Collector, Progress
 from mcore_agent.rollout.pool import Pool
 from mcore_agent.rollout.router import CacheRouter
+from mcore_agent.rollout.switch import Switch
 from mcore_agent.types import Episode
 
 Addresses = Mapping[int, tuple[int, Any]]  # engine -> (how often it was started, where it is)
@@ -55,6 +56,7 @@ class Host:
         for engine in self.engines:
             self._stack.push_async_callback(engine.close)
         self.pool = Pool(self.engines, CacheRouter(), stall_s=c.rollout.stall_s, on_down=self._lost)
+        self.switch = Switch(c.rollout.draft_low, c.rollout.draft_high)
         self.pool.hold()
         await self._stack.enter_async_context(self.pool.watching())
         experts = c.learner.routing_replay == "rollout"
@@ -76,8 +78,16 @@ class Host:
             over_sample=c.rollout.over_sample,
             sampling=self.sampling,
             away=waves,
+            on_turn=self._turn,
         )
         self._stack.push_async_callback(self.collector.stop)
+
+    def _turn(self, request: Request, completion: Completion) -> None:
+        """Drafting pays while few requests run (M115)."""
+        running = self.pool.running
+        for engine in self.engines:
+            if "drafting" in engine.capabilities():
+                engine.drafting_on = self.switch.step(running)  # type: ignore[attr-defined]
 
     def _lost(self, number: int, reason: str) -> None:
         self.report("engine_down", (number, self._starts.get(number, 0), reason))

@@ -92,6 +92,11 @@ class Pool:
         """Indices of the engines that serve."""
         return [slot.index for slot in self._slots if slot.alive]
 
+    @property
+    def running(self) -> int:
+        """Requests that have not been answered."""
+        return len(self._flights)
+
     def capabilities(self) -> frozenset[str]:
         """What every engine can do."""
         return frozenset.intersection(*(slot.engine.capabilities() for slot in self._slots))
