@@ -111,6 +111,8 @@ class RolloutConfig:
     placement: str = key("colocated", "engine and learner take turns, or each has its own devices", choices=("colocated", "separate"))
     max_lag: int = key(0, "weight versions that a token may be behind when it is learned from; 0: on-policy", low=0)
     over_sample: float = key(0.0, "further groups that each step starts, in parts of rollout.prompts; the first to end are taken", low=0)
+    fp8: str = key("off", "weights that the engine gets; blockwise: projections in FP8 with a scale for each 128 x 128 block (GPU)",
+                   choices=("off", "blockwise"))  # fmt: skip
     draft_low: int = key(4, "engines that draft do so from this many running requests down", low=0)
     draft_high: int = key(16, "and stop from this many up; above draft_low", low=1)
     stall_s: float = key(60.0, "seconds without a token after which an engine counts as frozen; above 0", harmless=True)

@@ -106,6 +106,8 @@ def _engine(c: Config) -> None:
         for name, value in (("engines", r.engines), ("tp", r.tp)):
             if value > 1:
                 raise ConfigError(f"rollout.{name}", value, f"the {r.engine} engine is one, on one device", "Use another engine, or give 1")
+    if r.fp8 != "off" and not engine.own_process:
+        raise ConfigError("rollout.fp8", r.fp8, f"the {r.engine} engine has no FP8 products", "Use rollout.engine=sglang on GPUs")
     if r.draft_high <= r.draft_low:
         raise ConfigError("rollout.draft_high", r.draft_high, f"is not above draft_low = {r.draft_low}", "Between the two nothing changes")
     if 1 <= r.max_lag < r.over_sample:
@@ -198,12 +200,13 @@ def _unused(c: Config, why: str, *names: str, way_out: str = "Leave the key out"
 
 
 def _hardware(c: Config) -> None:
-    if c.learner.backend != "nccl":
-        return
-    import torch
+    asked = [("learner.backend", c.learner.backend, "nccl", "auto"), ("rollout.fp8", c.rollout.fp8, "blockwise", "off")]
+    for name, value, needs, instead in asked:
+        if value == needs:
+            import torch
 
-    if not torch.cuda.is_available():
-        raise ConfigError("learner.backend", "nccl", "this machine has no CUDA GPU", "Use learner.backend=auto")
+            if not torch.cuda.is_available():
+                raise ConfigError(name, value, "this machine has no CUDA GPU", f"Use {name}={instead}")
 
 
 def precision_of(c: Config) -> PrecisionSpec:
@@ -236,7 +239,7 @@ def correction_of(c: Config) -> Correction | None:
         return None
     if o.treatment == "auto":
         hf = hf_config_of(c)
-        found = automatic(moe=bool(family_of(hf).arch.experts), max_lag=c.rollout.max_lag, quantized="quantization_config" in hf)
+        found = automatic(moe=bool(family_of(hf).arch.experts), max_lag=c.rollout.max_lag, quantized=c.rollout.fp8 != "off")
         return found and Correction(level=o.level, high=o.high)  # type: ignore[arg-type]
     return Correction(o.treatment, o.level, o.low, o.high)  # type: ignore[arg-type]
 

@@ -20,6 +20,7 @@ from mcore_agent.protocols import EngineDown
 from mcore_agent.rollout.states import COLOCATED, PLACEMENTS, TimeSlicer, residual_memory
 from mcore_agent.rollout.watchdog import Watchdog
 from mcore_agent.weights.export import export, owners_of
+from mcore_agent.weights.quantize import quantization_config, quantized
 
 log = logging.getLogger(__name__)
 LIVES = 3  # times that engines may die of one and the same publish
@@ -43,6 +44,10 @@ class Serving:
         save: Callable[..., Any],
         stack: ExitStack,
     ):
+        self.quantized = config.rollout.fp8 != "off"
+        if self.quantized:
+            names = learners[TENSORS].model.family.shapes()
+            hf_config = hf_config | {"quantization_config": quantization_config(names)}
         self.hf_config, self.groups, self.line, self.coordinator = hf_config, groups, line, coordinator
         self.learners, self.learner = learners, learners[TENSORS]
         self.version = self.served = -1  # of the weights: those to be served, and those that are
@@ -151,7 +156,8 @@ class Serving:
 
     def _send(self, chosen: Sequence[int] | None) -> None:
         self.learner.offload.need("publish its weights", parameters_only=True)
-        self.engines.publish(export(self.learner.model, self.owners), self.version, chosen)
+        tensors = export(self.learner.model, self.owners)
+        self.engines.publish(quantized(tensors) if self.quantized else tensors, self.version, chosen)
 
     def _rollout(self) -> None:
         """Engines that died since the publish are started again first."""

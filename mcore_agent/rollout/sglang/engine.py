@@ -264,8 +264,12 @@ class SGLangEngine:
         gate = await self._open("pause")
         if mode == "abort":
             await self.abort()
-        gate.paused = True
-        await gate.close("retract" if mode == "retract" else "in_place")
+        before, gate.paused = gate.paused, True
+        try:
+            await gate.close("retract" if mode == "retract" else "in_place")
+        except EngineDown:
+            gate.paused = before  # or a request would wait for an engine that is gone
+            raise
         if mode == "abort":
             await self.abort()  # those that came in between
 
