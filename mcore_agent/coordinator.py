@@ -105,7 +105,9 @@ class Coordinator:
         self.call("update", self._parcel.pack(list(bucket)))
 
     def close(self) -> None:
-        """The child closes what it has open, or is killed with all that it started."""
+        """The child closes what it has open, or is killed with all that it started. Closing again does nothing."""
+        if self._pipe.closed:
+            return
         with suppress(OSError):
             self._pipe.send((0, "leave", ()))
         self._process.join(LEAVE_S + 1)

@@ -55,6 +55,8 @@ class Serving:
         stack.callback(watchdog.close)
         self.owners = owners_of(owners(config).values())
         self.engines = Engines(config, hf_config, groups.rank, coordinator, watchdog, stack)
+        if coordinator:
+            stack.callback(coordinator.close)  # before the engines: nobody is to miss them
         self.turns = PLACEMENTS[config.rollout.placement]
         self.slicer = TimeSlicer(self._hooks(save), measure=self._memory, turns=self.turns, watch=watchdog)
         line.orders["recover"] = partial(self.slicer.fire, "recover")
