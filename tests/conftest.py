@@ -6,6 +6,7 @@ MCORE_AGENT_SLOW=all runs every one, MCORE_AGENT_SLOW=none runs none, a number r
 import os
 import random
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,18 @@ import pytest
 SAMPLE = 1
 
 
+def shares_servers(item) -> bool:
+    return bool({"contracts", "sglang_engine"} & set(item.path.parts))
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """SGLang servers that tests share end with the last of these: three hold 9 GB."""
+    if shares_servers(item) and not (nextitem and shares_servers(nextitem)) and "tests.sglang_servers" in sys.modules:
+        sys.modules["tests.sglang_servers"].close()
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: not shares_servers(item))  # one after another
     slow = [item for item in items if item.get_closest_marker("slow")]
     wanted = os.environ.get("MCORE_AGENT_SLOW", str(SAMPLE))
     if wanted == "all" or "slow" in (config.option.markexpr or ""):

@@ -1,7 +1,5 @@
 """Real SGLang servers for tests: a start costs 11 s on a quiet machine, so those that want the same share one."""
 
-import contextlib
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,12 @@ def shared(family: str, dtype: str = "fp32") -> Address:
     if key not in SHARED:
         SHARED[key] = start(family, dtype)
     address = SHARED[key].address
-    body = b'{"abort_all": true}'
-    asked = urllib.request.Request(f"{address.url}/abort_request", body, {"Content-Type": "application/json"})
-    with contextlib.closing(urllib.request.urlopen(asked, timeout=60)):
-        park(address.url)
+    park(address.url)
     assert Path(address.folder).is_dir()
     return address
+
+
+def close() -> None:
+    """Ends all that are shared."""
+    while SHARED:
+        SHARED.popitem()[1].close()

@@ -52,8 +52,10 @@ def test_killed_in_every_state(turns, tmp_path):
 
 @pytest.mark.defect("H1")
 @pytest.mark.parametrize("words", [
-    (), ("rollout.max_lag=1", "rollout.placement=separate"), ("rollout.max_lag=1", "rollout.over_sample=0.5"),
-], ids=["on policy", "separate", "over-sampled"])  # fmt: skip
+    pytest.param((), id="on policy"),
+    pytest.param(("rollout.max_lag=1", "rollout.placement=separate"), id="separate", marks=pytest.mark.slow),
+    pytest.param(("rollout.max_lag=1", "rollout.over_sample=0.5"), id="over-sampled", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_killed_at_random_times(words, tmp_path):
     seed = int.from_bytes(os.urandom(2), "little")
     records, kills, out = play(tmp_path / "run", *words, KILL_EVERY=f"0.7:20:{seed}")

@@ -39,3 +39,18 @@ def test_training_uses_the_experts_of_the_engine(tmp_path):
     cli("train", "recipes/quickstart_moe.yaml", *TINY, *WORDS, f"run.dir={folder}", *words)
     assert all(m["mismatch/logp_abs_max"] < 1e-4 and m["correction/token/outside"] == 0 for m in rl(folder))
     assert sorted(p.name for p in (folder / "mismatch").iterdir()) == ["step-000016.jsonl", "step-000020.jsonl"]
+
+
+@pytest.mark.defect("F10")
+def test_fifty_hand_overs_leave_memory_flat(tmp_path):
+    """What learner and engine hold in each state of the table is at the end what it was after the first steps."""
+    folder = tmp_path / "run"
+    words = ("stages=[{kind: rl, lr: 1.0e-3, steps: 50}]", "rollout.group_size=2", "rollout.max_new=12", "batch.minibatches=1")
+    cli("train", QUICKSTART, *TINY, f"run.dir={folder}", "run.save_every=0", "run.eval_tasks=0", *words)
+    records = rl(folder)
+    assert len(records) == 50
+    for kind in ("rss_mb", "engine_rss_mb"):
+        for state in ("ROLLOUT", "LEARNER_AWAKE", "LEARNER_ASLEEP"):
+            held = [m[f"memory/{state}/{kind}"] for m in records if f"memory/{state}/{kind}" in m]
+            early, late = min(held[10:20]), min(held[-10:])
+            assert late < early * 1.02 + 4, f"{state} {kind}: {early:.0f} MB after ten hand-overs, {late:.0f} MB at the end"

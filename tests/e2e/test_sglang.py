@@ -40,7 +40,7 @@ def finish(process, limit_s: float) -> str:
 def test_quickstart_learns(tmp_path):
     """From the run's start to its end no log-probability differs from the learner's by more than 1e-4, in fp32."""
     folder = tmp_path / "run"
-    finish(start("train", QUICKSTART, SGLANG, f"run.dir={folder}"), 1500)
+    finish(start("train", QUICKSTART, SGLANG, f"run.dir={folder}", "run.eval_tasks=60"), 1500)
     learned(folder)
     assert (folder / "engines" / "0" / "server.log").stat().st_size > 0
 
