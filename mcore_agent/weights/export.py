@@ -86,11 +86,14 @@ def export(model: Sharded, owners: Owners = Owners(), on_device: bool = False) -
         shards = [_fetch(model, own, param, shard, rank) for shard in places[param.name]]
         if rank not in owners.ranks:
             continue
-        if rank != 0:  # only the shapes
-            shards = [torch.empty(shard.shape, dtype=shard.dtype, device="meta") for shard in places[param.name]]
-        for name, tensor in model.family.to_hf(param.name, shards).items():  # type: ignore[arg-type]
+        if rank == 0:
+            whole = model.family.to_hf(param.name, shards)  # type: ignore[arg-type]
+        else:
+            dtype = places[param.name][0].dtype
+            whole = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in zip(param.hf, param.shapes, strict=True)}
+        for name, tensor in whole.items():
             if owners.group is not None:
-                tensor = tensor.contiguous() if rank == 0 else torch.empty_like(tensor, device=device)
+                tensor = tensor.contiguous()
                 dist.broadcast(tensor, src=0, group=owners.group)
             yield name, tensor.to(where)
 

@@ -284,7 +284,8 @@ def run_of(tmp_path, monkeypatch):
     s.store.add("progress", s.progress)
     s.checkpoints, s.flight, s.earlier_s, s.started = Checkpoints(tmp_path, keep=2), None, 0.0, 0.0
     s.lead = SimpleNamespace(describe=lambda folder: (folder / "meta").touch(), console=SimpleNamespace(say=said.append))
-    s.policy = SimpleNamespace(share=lambda value: value, save=lambda folder: made.pop(0))
+    serving = SimpleNamespace(tell=lambda name, *arguments: None)
+    s.policy = SimpleNamespace(share=lambda value: value, save=lambda folder: made.pop(0), serving=serving)
 
     def step(number: int, *writings: Slow) -> list[str]:
         s.progress.step = s.progress.done = number
