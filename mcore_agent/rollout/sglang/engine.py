@@ -40,6 +40,7 @@ class _Flight:
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)  # the server aborts by prefix: no name may begin another
     held: "asyncio.Future[bool] | None" = None  # waits for ``resume``; False: aborted before it was sent
     task: "asyncio.Task[Any] | None" = None
+    ended: bool = False  # aborted from here
     cut: bool = False  # its connection was closed from here
 
     def let(self, go: bool) -> None:
@@ -186,10 +187,17 @@ class SGLangEngine:
                 del self._flights[request.id]
 
     async def _fly(self, flight: _Flight, gate: Gate) -> Completion:
-        while gate.paused:
-            flight.held = asyncio.get_running_loop().create_future()
-            if not await flight.held:
-                return wire.aborted()
+        while True:
+            while gate.paused:
+                flight.held = asyncio.get_running_loop().create_future()
+                if not await flight.held:
+                    return wire.aborted()
+            done = await self._ask_again(flight, gate)
+            if done.finish != "abort" or flight.ended:
+                return done
+            flight.rid = uuid.uuid4().hex  # an engine that updates weights shut the server: it holds the next one back
+
+    async def _ask_again(self, flight: _Flight, gate: Gate) -> Completion:
         try:
             return await self._ask(flight, gate)
         except EngineDown as e:
@@ -236,6 +244,7 @@ class SGLangEngine:
         names = set(self._flights if ids is None else ids)
         chosen = [flight for name, flight in self._flights.items() if name in names]
         for flight in chosen:
+            flight.ended = True
             flight.let(False)
         sent = {f.task: f for f in chosen if f.task is not None and not f.task.done()}
         if sent and gate.paused:
@@ -299,7 +308,7 @@ class SGLangEngine:
             raise EngineStateError("sleep inside a weight update; end it first")
         new = chosen - gate.served.asleep
         if new:
-            await gate.close("retract")
+            await gate.clear()
             await gate.flush()  # also the proof that the scheduler is idle: a release that meets work kills it
             with self._freed.measured(new):
                 await gate.line.do("/release_memory_occupation", {"tags": sorted(new)})

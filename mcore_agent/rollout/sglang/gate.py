@@ -75,6 +75,20 @@ class Gate:
             await self.line.do("/pause_generation", {"mode": mode})
             self.shut = True
 
+    async def clear(self) -> None:
+        """Holds requests back, for as long as weights travel or sleep. What still runs is kept, without keys and values.
+
+        A paused scheduler of SGLang turns in circles and takes a whole core. So where nothing runs only the entrance is shut, by the
+        mode ``abort``; a request that slips in is aborted, and its engine, which did not ask for that, sends it again.
+        """
+        if self.paused:
+            return await self.close("retract")
+        if self.shut:
+            return
+        loads = (await self.line.call("/v1/loads?include=core"))["loads"]
+        busy = any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in loads)
+        await self.close("retract" if busy else "abort")
+
     async def flush(self) -> None:
         """Drops all keys and values. Raises EngineStateError when the server does not become idle."""
         loop = asyncio.get_running_loop()

@@ -14,6 +14,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PLUGIN = "mcore_agent.rollout.sglang.inside.act"
 EMPTY = "-1;empty"  # the weight version of a server that has no weights yet
 SPARE = 8  # tokens of context that SGLang keeps for itself, so that a request may fill the model's
+NEVER_S = 1e9
 LOG_EVERY = 1 << 30  # decode steps between two lines of the log: never
 
 # Set by the engine; a user's value would break its contract.
@@ -168,6 +169,8 @@ def server_arguments(
     }
     usual: dict[str, Any] = {
         "random_seed": 0,
+        "watchdog_timeout": NEVER_S,  # it takes requests that are paused for a scheduler that hangs, and kills it
+        "sleep_on_idle": True,  # a scheduler without work would take a whole core
         "log_level": "warning",
         "log_level_http": "warning",
         "decode_log_interval": LOG_EVERY,

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,17 +67,34 @@ def write_model(hf_config: Mapping[str, Any], folder: Path) -> int:
 
 
 def park(url: str, limit_s: float = START_S) -> None:
-    """Puts an idle server into the state of a new one: asleep, without weights, holding requests back. Raises OSError."""
+    """Puts a server into the state of a new one: asleep, without weights, holding requests back; those that it has are aborted.
+
+    Raises OSError.
+    """
     tags = ["kv_cache", "weights"]
     parked = Served(ready=False, asleep=frozenset(tags)).text()
-    for route, body in (
-        ("pause_generation", {"mode": "retract"}),
-        ("release_memory_occupation", {"tags": tags}),
-        ("update_weight_version", {"new_version": parked, "abort_all_requests": False}),
-    ):
-        asked = urllib.request.Request(f"{url}/{route}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=limit_s):
-            pass
+    # What is paused in place cannot be aborted before it is retracted, and a paused scheduler takes a whole core.
+    for mode in ("retract", "abort"):
+        _post(f"{url}/pause_generation", {"mode": mode}, limit_s)
+    _post(f"{url}/continue_generation", {"torch_empty_cache": False}, limit_s)
+    _post(f"{url}/pause_generation", {"mode": "abort"}, limit_s)
+    deadline = time.monotonic() + limit_s
+    while True:  # a scheduler that is in the middle of a step does not flush, and dies of releasing memory
+        try:
+            _post(f"{url}/flush_cache", {}, limit_s)
+            break
+        except urllib.error.HTTPError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(LOOK_S)
+    _post(f"{url}/release_memory_occupation", {"tags": tags}, limit_s)
+    _post(f"{url}/update_weight_version", {"new_version": parked, "abort_all_requests": False}, limit_s)
+
+
+def _post(url: str, body: Mapping[str, Any], limit_s: float) -> None:
+    asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=limit_s):
+        pass
 
 
 class Server:

@@ -38,11 +38,11 @@ class Updates:
         self._ledger: Ledger | None = None
 
     async def begin(self) -> None:
-        """A former update that was not ended is void. What the server runs is held, without keys and values."""
+        """A former update that was not ended is void. What the server runs is kept, without keys and values."""
         if "weights" in self._gate.served.asleep:
             raise EngineStateError("begin_update while the weights sleep; wake them first")
         kinds = await self._kinds()
-        await self._gate.close("retract")
+        await self._gate.clear()
         await self._session()
         self._ledger = Ledger(kinds)
         await self._gate.become(updating=True, ready=False)

@@ -92,3 +92,34 @@ def test_the_exit_status_is_the_commands():
     for code, expected in (("raise SystemExit(7)", 7), ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137)):
         command = [sys.executable, "-I", keeper.__file__, str(os.getpid()), sys.executable, "-c", code]
         assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == expected
+
+
+PARTED = """
+import subprocess, sys, time
+part = subprocess.Popen(["sglang::scheduler", "-c", "import time; time.sleep(600)"], executable=sys.executable)
+with open(sys.argv[1], "w") as f:
+    f.write(f"{part.pid}\\n")
+time.sleep(600)
+"""
+
+
+@pytest.mark.defect("H1")
+def test_a_server_that_lost_a_part_is_ended(tmp_path: Path):
+    """It would wait for dumps of its dead scheduler for a minute, and its clients with it."""
+    path = tmp_path / "pid"
+    command = [sys.executable, "-I", keeper.__file__, str(os.getpid()), sys.executable, "-c", PARTED, str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    server = psutil.Process(int(process.stdout.readline()))
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    part = psutil.Process(int(path.read_text()))
+    time.sleep(2.5)  # the keeper has seen it
+    assert alive([server, part]) == [server, part]
+    part.kill()
+    assert gone([server, part], within=10)
+    assert process.wait(10) != 0
+    assert "sglang::scheduler ended, so the server is ended" in process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()

@@ -186,6 +186,38 @@ def test_two_engines_use_one_server():
     asyncio.run(body())
 
 
+@pytest.mark.defect("E12")
+@pytest.mark.parametrize("mode", ["in_place", "retract", ""])
+def test_requests_of_another_engine_live_through_an_update(mode: str):
+    """The engine that updates has no requests of its own; paused or not, those of the other go on under the new weights."""
+
+    async def body() -> None:
+        address = sglang_servers.shared("qwen3")
+        owner, player = (SGLangEngine(CONFIGS["qwen3"], address=address) for _ in range(2))
+        await owner.wake()
+        await publish(owner, checkpoint("qwen3"), 0)
+        mixed = 0
+        for version in range(1, 30):
+            running = asyncio.gather(*(player.generate(r) for r in requests([5, 9, 12], max_new=140)))
+            await asyncio.sleep(0.05 * (version % 5))
+            if mode:
+                await owner.pause(mode)
+            await publish(owner, checkpoint("qwen3", version % 2), version)
+            if mode:
+                await owner.resume()
+            for c in await running:
+                assert (c.finish, len(c.tokens)) == ("length", 140)
+                assert set(c.version.tolist()) <= {version - 1, version} and (c.version[1:] >= c.version[:-1]).all()
+                mixed += len(set(c.version.tolist())) == 2
+            if mixed >= 3:
+                break
+        assert mixed
+        await player.close()
+        await owner.close()
+
+    asyncio.run(body())
+
+
 def test_prompts_of_two_sessions_share_a_prefix():
     """The server's cache is for all: a second episode on the same prompt starts with it."""
 
