@@ -10,6 +10,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 ARGS ?=
+WORKERS ?= 2
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: quickstart test sglang test-sglang test-layouts bench smollm2 install clean
@@ -18,7 +19,7 @@ quickstart: $(STAMP)
 	$(VENV)/bin/mcore-agent train recipes/quickstart.yaml $(ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 sglang: $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2,sglang]'

@@ -6,6 +6,7 @@ from typing import Any
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, is_mcore, read_meta
 from mcore_agent.config import Config, ConfigError
+from mcore_agent.credit.pipeline import Pipeline, kind_of
 from mcore_agent.layout import LayoutError
 from mcore_agent.loss.correction import Correction, automatic, correct, uncorrected
 from mcore_agent.precision import (
@@ -72,9 +73,8 @@ def _variants(c: Config) -> None:
         raise ConfigError("env", c.env, "no environment given", "For example env: {name: hop_lookup}")
     if not c.credit:
         raise ConfigError("credit", c.credit, "no estimator given", "For example credit: [{name: grpo}]")
-    specs: list[tuple[str, str, dict[str, Any]]] = [("env", "env", c.env), ("credit[0]", "estimator", c.credit[0])]
+    specs: list[tuple[str, str, dict[str, Any]]] = [("env", "env", c.env)]
     specs += [(f"reward[{i}]", "reward", s) for i, s in enumerate(c.reward)]
-    specs += [(f"credit[{i}]", "transform", s) for i, s in enumerate(c.credit) if i]
     specs += [(f"loss[{i}]", "loss", s) for i, s in enumerate(c.loss)]
     specs += [("rollout.parser", "parser", {"name": c.rollout.parser})]
     for where, kind, spec in specs:
@@ -84,6 +84,15 @@ def _variants(c: Config) -> None:
                 create(kind, spec)
         except ValueError as e:
             raise ConfigError(where, spec, str(e), "See docs/methods.md") from e
+    for i, spec in enumerate(c.credit):
+        try:
+            create(kind_of(str(spec.get("name", ""))), spec)
+        except ValueError as e:
+            raise ConfigError(f"credit[{i}]", spec, str(e), "See docs/methods.md") from e
+    try:
+        Pipeline(c.credit)
+    except ValueError as e:
+        raise ConfigError("credit", [s["name"] for s in c.credit], str(e), "See docs/methods.md") from e
     names = [s["name"] for s in c.reward]
     for name in names:
         if names.count(name) > 1:
@@ -163,19 +172,20 @@ def _stages(c: Config) -> None:
 
 def _critic(c: Config) -> None:
     """The critic serves an estimator: each needs the other."""
-    critic, spec, rl = c.critic, c.credit[0], [stage for stage in c.stages if stage.kind == "rl"]
-    estimator = create("estimator", spec)
+    critic, rl = c.critic, [stage for stage in c.stages if stage.kind == "rl"]
+    estimator = Pipeline(c.credit).estimator
+    name = estimator.registered_name
     for i, term in enumerate(c.loss):
         if "value" in create("loss", term).needs:
             raise ConfigError(f"loss[{i}]", term, "values are learned by the critic's own loss", "Remove it and set critic.mode")
     if critic.mode == "off":
         if "values" in estimator.needs:
-            raise ConfigError("critic.mode", "off", f"the estimator {spec['name']!r} needs a critic's values",
+            raise ConfigError("critic.mode", "off", f"the estimator {name!r} needs a critic's values",
                               "Set critic.mode to separate or shared, or choose another estimator")  # fmt: skip
         _unused(c, "critic.mode is off", *(f"critic.{key}" for key in ("lr", "coef", "clip", "detach", "warmup")))
         return
     if "values" not in estimator.needs or "returns" not in estimator.gives:
-        raise ConfigError("critic.mode", critic.mode, f"the estimator {spec['name']!r} has no use for values",
+        raise ConfigError("critic.mode", critic.mode, f"the estimator {name!r} has no use for values",
                           "Choose one that has, for example credit: [{name: gae}], or set critic.mode to off")  # fmt: skip
     if not rl:
         raise ConfigError("critic.mode", critic.mode, "there is no rl stage to learn values in", "Set critic.mode to off")

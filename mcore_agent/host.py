@@ -8,6 +8,7 @@ from typing import Any
 from mcore_agent.agent.episode import Agent, Limits, Sampling
 from mcore_agent.agent.render import ChatRenderer
 from mcore_agent.config import Config, ConfigError
+from mcore_agent.credit.pipeline import Pipeline
 from mcore_agent.parcel import Packed, Parcel
 from mcore_agent.processes import own_memory
 from mcore_agent.protocols import Completion, Engine, Request, TaskSource
@@ -77,6 +78,7 @@ class Host:
             max_lag=c.rollout.max_lag,
             over_sample=c.rollout.over_sample,
             sampling=self.sampling,
+            branches=Pipeline(c.credit).branches,
             away=waves,
             on_turn=self._turn,
         )

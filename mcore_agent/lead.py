@@ -18,11 +18,11 @@ from mcore_agent.batch.correction import weigh
 from mcore_agent.batch.microbatch import Plan
 from mcore_agent.batch.plan import gather, split, to_column
 from mcore_agent.batch.rowset import experts_of, rowset
-from mcore_agent.batch.select import minibatches, usable
+from mcore_agent.batch.select import minibatches, select, usable
 from mcore_agent.batch.sft import demonstration
 from mcore_agent.config import Config, ConfigError
 from mcore_agent.credit.groups import informative
-from mcore_agent.credit.pipeline import assign
+from mcore_agent.credit.pipeline import Pipeline
 from mcore_agent.loss.correction import Correction
 from mcore_agent.metrics import Console, Metrics
 from mcore_agent.mismatch import DriftAlarm, drift_by_age, dump, numbers_of, outliers
@@ -31,7 +31,7 @@ from mcore_agent.protocols import InfraError
 from mcore_agent.registry import create
 from mcore_agent.reward.pipeline import score
 from mcore_agent.state import write_atomic
-from mcore_agent.types import Batch, Episode, Message
+from mcore_agent.types import GREEDY, Batch, Episode, Message, View
 
 TOKENIZER_DIALOGS = 500  # demonstrations that a new tokenizer is trained on
 DUMPED = 16  # rows of a dump of what engine and learner differ on
@@ -129,7 +129,7 @@ class Lead:
     def reward(self, episodes: list[Episode], step: int, numbers: dict[str, Any]) -> list[Episode]:
         """Named rewards for every episode that did not fail."""
         scored = score(episodes, self.config.reward)
-        good = [e for e in scored if e.status != "infra_fail"]
+        good = [e for e in scored if e.status != "infra_fail" and e.branch != GREEDY]
         if good:
             numbers["reward/mean"] = float(np.mean([e.reward for e in good]))
             for name in good[0].rewards:
@@ -137,9 +137,13 @@ class Lead:
         self._write_episodes(scored, step)
         return scored
 
-    def batch(self, episodes: list[Episode], version: int, numbers: dict[str, Any]) -> Batch:
+    def batch(self, episodes: list[Episode], pipeline: Pipeline, version: int, numbers: dict[str, Any]) -> Batch:
         """What weights of ``version`` learn from; failed episodes are left out and were counted, as are tokens that are too old."""
         batch, oldest = Batch(tuple(usable(episodes)[0])), self.config.correction.max_age
+        kept = pipeline.keep(batch)
+        if len(kept) < len(batch.episodes):
+            numbers["credit/filtered_out"] = len(batch.episodes) - len(kept)
+            batch = select(batch, kept)
         if oldest and batch.episodes:
             batch, numbers["correction/too_old"] = limit_age(batch, version, oldest)
         if not batch.episodes:
@@ -172,9 +176,14 @@ class Lead:
             self.console.say(text)
         numbers["mismatch/alarm"] = int(self.alarm.active)
 
-    def credit(self, batch: Batch, numbers: dict[str, Any]) -> Batch:
+    def views(self, batch: Batch, pipeline: Pipeline) -> list[View]:
+        """What the learner is to score before credit is assigned."""
+        return pipeline.views(batch, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
+
+    def credit(self, batch: Batch, pipeline: Pipeline, scores: Sequence[np.ndarray], numbers: dict[str, Any]) -> Batch:
         """The batch with advantages."""
-        batch = assign(batch, self.config.credit)
+        batch, found = pipeline(batch, scores)
+        numbers |= {f"credit/{name}": value for name, value in found.items()}
         if batch.episodes:
             mask = batch.channel("pg")
             batch = batch.with_columns(**{"mask:pg": mask.astype(np.float32)})

@@ -31,6 +31,7 @@ from mcore_agent.mismatch import Drift, drift
 from mcore_agent.protocols import LossTerm
 from mcore_agent.serving import Serving
 from mcore_agent.state import finish_folder
+from mcore_agent.types import View
 from mcore_agent.weights.export import export
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,17 @@ class Policy:
         self.train_mode()
         found = self.rescorer.outputs(plan, under="reference")
         return None if found is None else [[out["logp"] for out in rank] for rank in found]
+
+    def rescore(self, views: Sequence[View] | None) -> list[np.ndarray]:
+        """Rank 0 gives views and gets the log-probabilities [n] of each one's scored tokens; nothing elsewhere."""
+        self.train_mode()
+        found: dict[int, np.ndarray] = {}
+        for under in self.share(sorted({view.under for view in views}) if views is not None else None) or ():
+            asked = None if views is None else [i for i, view in enumerate(views) if view.under == under]
+            chosen = None if views is None or asked is None else [views[i] for i in asked]
+            scored = self.rescorer.score(chosen, self.version, under=under or None)
+            found |= {i: out["logp"] for i, out in zip(asked or (), scored or (), strict=True)}
+        return [found[i] for i in range(len(views))] if views is not None else []
 
     def deal(self, plans: list[tuple[str, Plan]] | None) -> Parts:
         """Each data-parallel rank gets its micro-batches from rank 0, which alone has ``plans``."""

@@ -1,13 +1,13 @@
 """The seams between stages. A variant is one file behind one of these protocols, found by the registry."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mcore_agent.types import Batch, Episode, Feedback, Message, Task
+from mcore_agent.types import Batch, Episode, Feedback, Message, Task, View
 
 if TYPE_CHECKING:
     import torch
@@ -200,25 +200,92 @@ class Reward(Protocol):
 
 @dataclass(frozen=True)
 class Credit:
-    """Advantages on an estimator's axis, and the token columns [N] that it gives beside them."""
+    """Advantages on an estimator's axis, the token columns [N] that it gives beside them, and numbers to log."""
 
     advantage: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Estimator(Protocol):
     """Advantages from a batch. ``axis`` says on which axis (token, turn, episode) the result lives.
 
-    ``needs`` names batch columns (for example ``values``) that the loop must provide beforehand, ``gives`` the columns
-    (for example ``returns``) that come with the advantages in a Credit; an estimator that gives none returns an array.
+    ``needs`` names batch columns (for example ``values``) that the loop must provide beforehand, or ``branch:greedy`` for a
+    greedy episode in every group, which nobody trains on; ``gives`` names the columns (for example ``returns``) that come
+    with the advantages in a Credit; an estimator that gives none may return an array. ``compares`` says what an episode is
+    held against, and tests hold it to that: ``group`` (its own group alone; equal rewards in it give 0), ``batch``, ``values``
+    (a critic's), ``history`` (what the estimator remembers) or ``none``.
     """
 
     needs: tuple[str, ...]
     gives: tuple[str, ...]
     axis: str
+    compares: str
 
     def __call__(self, batch: Batch) -> np.ndarray | Credit: ...
+
+
+@runtime_checkable
+class Rescoring(Protocol):
+    """An estimator that first has the learner score tokens in contexts of its own making.
+
+    ``scores[i]`` are the log-probabilities [n] of the scored tokens of view i. ``encode`` makes token ids of a text.
+    """
+
+    def views(self, batch: Batch, encode: Callable[[str], list[int]]) -> Sequence[View]: ...
+
+    def __call__(self, batch: Batch, scores: Sequence[np.ndarray]) -> np.ndarray | Credit: ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Remembers something between steps; it goes to the checkpoint as JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Filter(Protocol):
+    """[E] bool: the episodes to learn from. What it drops leaves every statistic and every denominator."""
+
+    needs: tuple[str, ...]
+
+    def __call__(self, batch: Batch) -> np.ndarray: ...
+
+
+class Shaping(Protocol):
+    """[N] rewards for single tokens, added to what the episodes earned before an estimator sees them."""
+
+    needs: tuple[str, ...]
+
+    def __call__(self, batch: Batch) -> np.ndarray: ...
+
+
+class Transform(Protocol):
+    """Re-weights advantages [N]. ``preserves`` says what it keeps, and a test holds it to that:
+
+    ``sign``: no token's advantage changes sign; ``sum``: the sum over the tokens of each episode; ``turn_sum``: of each turn;
+    ``mean_weight``: where an episode's advantages are all equal, their mean over its tokens.
+    """
+
+    needs: tuple[str, ...]
+    preserves: frozenset[str]
+
+    def __call__(self, advantage: np.ndarray, batch: Batch) -> np.ndarray: ...
+
+
+class Normalizer(Protocol):
+    """Sets the scale of advantages [N]. ``measure`` is the population whose members count alike:
+
+    ``trajectory``, ``token``, ``turn``, ``group``, ``graph``, ``batch`` or ``domain``.
+    """
+
+    needs: tuple[str, ...]
+    measure: str
+
+    def __call__(self, advantage: np.ndarray, batch: Batch) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,11 @@ from typing import Any
 FOLDERS = {
     "env": "mcore_agent.env",
     "reward": "mcore_agent.reward",
+    "filter": "mcore_agent.credit",
+    "shaping": "mcore_agent.credit",
     "estimator": "mcore_agent.credit",
     "transform": "mcore_agent.credit",
+    "normalizer": "mcore_agent.credit",
     "loss": "mcore_agent.loss",
     "aggregation": "mcore_agent.loss",
     "parser": "mcore_agent.agent",
@@ -64,10 +67,15 @@ def get(kind: str, name: str) -> Any:
     """The variant. Raises RegistryError with the nearest names when there is none."""
     known = variants(kind)
     if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RegistryError(f"no {kind} {name!r}{hint} Known: {', '.join(known) or 'none'}")
+        raise unknown(kind, name, known)
     return known[name]
+
+
+def unknown(kind: str, name: str, known: Collection[str]) -> RegistryError:
+    """The error for a name that is not known, with the nearest one that is."""
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return RegistryError(f"no {kind} {name!r}{hint} Known: {', '.join(sorted(known)) or 'none'}")
 
 
 def check(kind: str, spec: Mapping[str, Any], supplied: Collection[str] = ()) -> None:

@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, read_meta
 from mcore_agent.batch.microbatch import Plan
 from mcore_agent.config import Config, ConfigError, StageConfig
 from mcore_agent.config_rules import correction_of
 from mcore_agent.coordinator import Remote
+from mcore_agent.credit.pipeline import Pipeline
 from mcore_agent.critic import critic_of
 from mcore_agent.lead import Lead
 from mcore_agent.learner.checkpoint import CheckpointError, Writing, all_done
@@ -86,6 +89,7 @@ class Session:
         self.policy = Policy(config, stack)
         self.critic = critic_of(config, self.policy)
         self.correction = correction_of(config)
+        self.pipeline = Pipeline(config.credit)
         self.lead = Lead(config, self.policy, stack, folder / HF) if self.policy.rank == 0 else None
         self.policy.serving.open(self.lead.tokenizer if self.lead else None)
         self.store.add("progress", self.progress)
@@ -94,6 +98,7 @@ class Session:
             self.store.add("rollout", Remote(self.policy.serving.coordinator))
             self.store.add("demos", self.lead.demos)
             self.store.add("alarm", self.lead.alarm)
+            self.store.add("credit", self.pipeline)
         self.flight: Flight | None = None
         stack.push(self._leave)
         self.numbers: dict[str, Any] = {}
@@ -111,9 +116,8 @@ class Session:
         else:
             self.policy.load(latest)
             if not self.lead:  # the task source lives on rank 0 only, but every rank needs the rest
-                self.store.add("rollout", _Ignored())
-                self.store.add("demos", _Ignored())
-                self.store.add("alarm", _Ignored())
+                for name in ("rollout", "demos", "alarm", "credit"):
+                    self.store.add(name, _Ignored())
             self.store.load(latest / "state.json")
             self.policy.serving.tell("load", latest)
             self.earlier_s = self.progress.wall_s
@@ -168,7 +172,7 @@ class Session:
         self.policy.begin(temperature, fresh)
         if self.critic and stage.kind == "rl" and fresh:
             self.critic.begin(first=all(earlier.kind != "rl" for earlier in self.config.stages[: self.progress.stage]))
-        if any("logp_ref" in term.needs for term in self.terms):
+        if stage.kind == "rl" and self._reference():
             self.policy.keep_reference(self.folder / "reference", fresh)
         if stage.kind == "rl":
             self._timed("publish", self.policy.serve)
@@ -189,7 +193,7 @@ class Session:
 
     def credit(self, episodes: list[Episode] | None) -> Batch | None:
         """Rank 0: the batch with advantages; None elsewhere."""
-        batch = self.lead.batch(episodes, self.policy.version, self.numbers) if self.lead and episodes is not None else None
+        batch = self.lead.batch(episodes, self.pipeline, self.policy.version, self.numbers) if self.lead and episodes is not None else None
         if self.config.learner.routing_replay == "old":
             batch = self._with_column(batch, "routing", self.policy.routing)
         if self.critic:
@@ -198,12 +202,24 @@ class Session:
             batch = self._timed("proximal", partial(self._with_column, batch, "logp_prox", self.policy.logp))
             if self.lead and batch is not None:
                 batch = self.lead.compare(batch, self.policy.version, self.correction, self.numbers)
-        return self.lead.credit(batch, self.numbers) if self.lead and batch is not None else None
+        if "logp_ref" in self.pipeline.needs:
+            batch = self._timed("reference", partial(self._with_column, batch, "logp_ref", self.policy.reference_logp))
+        scores = self._timed("rescore", partial(self._rescore, batch)) if self.pipeline.rescores else ()
+        return self.lead.credit(batch, self.pipeline, scores, self.numbers) if self.lead and batch is not None else None
+
+    def _rescore(self, batch: Batch | None) -> list[np.ndarray]:
+        """Rank 0: log-probabilities of what the estimator wants scored, in the order of its views. Collective."""
+        views = self.lead.views(batch, self.pipeline) if self.lead and batch is not None else None
+        return self.policy.rescore(views)
+
+    def _reference(self) -> bool:
+        """Whether the weights of the stage's start must be kept."""
+        return "logp_ref" in {name for part in (*self.terms, self.pipeline) for name in part.needs} or self.pipeline.rescores
 
     def _proximal(self) -> bool:
         """Whether the log-probabilities of the weights that a batch finds are needed, beside those of the weights that sampled."""
-        c, every = self.config, self.config.correction.dump_every
-        needed = {name for part in (*self.terms, create("estimator", c.credit[0])) for name in part.needs}
+        every = self.config.correction.dump_every
+        needed = {name for part in (*self.terms, self.pipeline) for name in part.needs}
         return "logp_prox" in needed or bool(every and self.progress.step % every == 0)
 
     def imitate(self, stage: StageConfig, step: int) -> Batch | None:
@@ -215,7 +231,7 @@ class Session:
         self.roles = {"train": self.terms}
         if self.critic and stage.kind == "rl":
             self.roles = self.critic.roles(self.terms, self.progress.done)
-        if any("logp_ref" in term.needs for term in self.roles.get("train", ())):
+        if "logp_ref" not in self.pipeline.needs and any("logp_ref" in term.needs for term in self.roles.get("train", ())):
             batch = self._with_column(batch, "logp_ref", self.policy.reference_logp)
         probe = stage.kind == "rl" and not self._proximal()
         plans = self.lead.plans(batch, self.roles, stage.kind, probe) if self.lead and batch is not None else None

@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from mcore_agent.protocols import Stateful
 
 COMPLETE = "COMPLETE"
 
@@ -63,12 +65,6 @@ def finish_folder(partial: Path, final: Path) -> None:
     if final.exists():
         shutil.rmtree(final)
     os.replace(partial, final)
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class StateStore:

@@ -14,6 +14,7 @@ import numpy as np
 Message = dict[str, Any]
 
 SEGMENT_KINDS = frozenset({"prompt", "obs", "think", "action", "select", "memory", "answer", "reflect", "forced"})
+GREEDY = "greedy"  # branch of an episode played for comparison, which nobody trains on
 STATUSES = frozenset({"ok", "truncated", "infra_fail"})
 TOKEN_COLUMNS = {"tokens": np.int64, "sampled": np.bool_, "logp": np.float32, "version": np.int32}
 
@@ -272,3 +273,33 @@ class Batch:
         if axis == "episode":
             return values[self.token_episode]
         return np.where(self.token_turn >= 0, values[np.maximum(self.token_turn, 0)], 0.0)
+
+
+@dataclass(frozen=True)
+class View:
+    """A row's tokens to score, placed in a context of their own.
+
+    The policy sampled ``7 8 2`` after the prompt ``1 5``; the view ``hint`` puts a hint before it::
+
+        row     "t4/0/2"    name  "hint"
+        tokens  1 9 9 5 7 8 2
+        scored          4 5 6       places in ``tokens``, in the order of the row's sampled tokens
+
+    ``under`` names the weights that score: ``reference``, or the present ones (empty). Raises RecordError when a scored
+    place is the first token, which nothing predicts, or is not there.
+    """
+
+    row: str
+    name: str
+    tokens: np.ndarray  # [T] int64
+    scored: np.ndarray  # [n] int64
+    under: str = ""
+
+    def __post_init__(self):
+        for name in ("tokens", "scored"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), dtype=np.int64))
+        if len(self.scored) and not (self.scored.min() > 0 and self.scored.max() < len(self.tokens)):
+            raise RecordError(
+                f"view {self.name!r} of row {self.row!r} scores places {self.scored.min()} to {self.scored.max()} of {len(self.tokens)} "
+                "tokens; they must be from 1 on, because nothing predicts the first token"
+            )

@@ -24,8 +24,18 @@ def pytest_runtest_teardown(item, nextitem):
         sys.modules["tests.sglang_servers"].close()
 
 
+def place_of(item) -> tuple[int, str]:
+    """Longest first, and the name of what one worker runs alone: a file, or all tests that share servers."""
+    if shares_servers(item):
+        return 0, "servers"
+    return 1 if "e2e" in item.path.parts else 2, str(item.path)
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: not shares_servers(item))  # one after another
+    items.sort(key=place_of)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(place_of(item)[1]))
     slow = [item for item in items if item.get_closest_marker("slow")]
     wanted = os.environ.get("MCORE_AGENT_SLOW", str(SAMPLE))
     if wanted == "all" or "slow" in (config.option.markexpr or ""):

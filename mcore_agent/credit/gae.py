@@ -30,6 +30,7 @@ class Gae:
     needs: ClassVar[tuple[str, ...]] = ("values",)
     gives: ClassVar[tuple[str, ...]] = ("returns",)
     axis: ClassVar[str] = "token"
+    compares: ClassVar[str] = "values"
 
     def __post_init__(self):
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
@@ -51,12 +52,13 @@ class Gae:
 
 
 def step_rewards(batch: Batch) -> np.ndarray:
-    """[N] the rewards of each episode at the sampled tokens that they follow; their sum is the episode's reward.
+    """[N] the rewards of each episode at the sampled tokens that they follow, with those that a shaping gave to tokens.
 
+    They add up to the episode's score (``groups.scores``).
     The reward of a turn without a sampled token of its own counts at the last one before it, or else at the episode's
     first. An episode without any sampled token has nowhere to put a reward.
     """
-    out = np.zeros(len(batch.token_row))
+    out = np.array(batch.columns.get("token_reward", np.zeros(len(batch.token_row))), dtype=np.float64)
     mask = batch.channel("pg")
     ends = np.searchsorted(batch.token_episode, np.arange(len(batch.episodes) + 1))
     first_turn = np.searchsorted(batch.turn_episode, np.arange(len(batch.episodes)))

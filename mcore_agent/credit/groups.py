@@ -12,6 +12,14 @@ class CreditError(ValueError):
     """Credit cannot be assigned: a column is missing, an episode counts twice, or a result is not finite."""
 
 
+def scores(batch: Batch) -> np.ndarray:
+    """[E] float64: what each episode earned, with the rewards that a shaping gave to its tokens."""
+    shaped = batch.columns.get("token_reward")
+    if shaped is None:
+        return batch.rewards
+    return batch.rewards + np.bincount(batch.token_episode, weights=shaped, minlength=len(batch.episodes))
+
+
 def informative(batch: Batch) -> np.ndarray:
     """[E] bool: the episode's group has at least two different rewards, so that it can teach something (M10)."""
     return spread(batch.rewards, batch.by("group"))

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mcore_agent.credit.groups import CreditError, center, deviation, spread
+from mcore_agent.credit.groups import CreditError, center, deviation, scores, spread
 from mcore_agent.registry import register
 from mcore_agent.types import Batch
 
@@ -29,6 +29,7 @@ class Grpo:
     needs: ClassVar[tuple[str, ...]] = ()
     gives: ClassVar[tuple[str, ...]] = ()
     axis: ClassVar[str] = "episode"
+    compares: ClassVar[str] = "group"
 
     def __post_init__(self):
         if not self.eps >= 0:
@@ -38,10 +39,10 @@ class Grpo:
 
     def __call__(self, batch: Batch) -> np.ndarray:
         """[E] float64 advantages."""
-        group = batch.by("group")
-        centered = center(batch.rewards, group)
+        group, reward = batch.by("group"), scores(batch)
+        centered = center(reward, group)
         sigma = deviation(centered, group, sample=self.sigma == "sample")
         if self.zero_sigma == "clamp":
             sigma = np.maximum(sigma, self.sigma_min)
-        differ = spread(batch.rewards, group)
+        differ = spread(reward, group)
         return np.where(differ, centered / np.where(differ, sigma + self.eps, 1.0), 0.0)

@@ -1,59 +1,139 @@
-"""From rewards to the column ``advantage``: one estimator, then transforms, on the policy's own tokens only."""
+"""From rewards to the column ``advantage``: the parts of a recipe's ``credit``, on the policy's own tokens only."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mcore_agent import registry
 from mcore_agent.credit.groups import CreditError
-from mcore_agent.protocols import Credit
-from mcore_agent.types import Batch
+from mcore_agent.protocols import Credit, Rescoring, Stateful
+from mcore_agent.types import Batch, View
+
+KINDS = ("filter", "shaping", "estimator", "transform", "normalizer")  # in the order in which a recipe lists them
+BRANCH = "branch:"  # a need that the rollout meets: episodes of that branch in every group
+
+
+def kind_of(name: str) -> str:
+    """The kind of a part of ``credit``. Raises RegistryError for an unknown one, with the nearest estimator."""
+    for kind in KINDS:
+        if name in registry.variants(kind):
+            return kind
+    known = [n for kind in KINDS for n in registry.variants(kind)]
+    raise registry.unknown("part of credit", name, known)
+
+
+class Pipeline:
+    """The parts of ``credit``, each ``{"name": …, argument: …}``, made once for a run: some remember what they have seen.
+
+    Filters choose episodes, shapings add rewards to tokens, one estimator makes advantages of them, transforms re-weight
+    those, a normalizer sets their scale. Raises RegistryError for an unknown part, CreditError when there is not exactly
+    one estimator, or when parts do not follow the order of ``KINDS``.
+    """
+
+    def __init__(self, specs: Sequence[Mapping[str, Any]]):
+        self.specs = specs
+        kinds = [kind_of(str(spec.get("name"))) for spec in specs]
+        if kinds.count("estimator") != 1:
+            names = ", ".join(str(s["name"]) for s, kind in zip(specs, kinds, strict=True) if kind == "estimator")
+            raise CreditError(f"credit names {names or 'no estimator'}; give exactly one, for example [{{name: grpo}}]")
+        for i in range(1, len(kinds)):
+            if KINDS.index(kinds[i]) < KINDS.index(kinds[i - 1]):
+                raise CreditError(f"credit has the {kinds[i]} {specs[i]['name']!r} after the {kinds[i - 1]} {specs[i - 1]['name']!r}; "
+                                  f"the order is: {', '.join(KINDS)}")  # fmt: skip
+        parts = [registry.create(kind, spec) for kind, spec in zip(kinds, specs, strict=True)]
+        self.parts = dict(zip(range(len(specs)), parts, strict=True))
+        self._of = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in KINDS}
+        self.estimator = parts[self._of["estimator"][0]]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Batch columns that some part needs, and branches that the groups must hold (``branch:<name>``)."""
+        return tuple(dict.fromkeys(need for part in self.parts.values() for need in part.needs))
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Further episodes that every group must hold."""
+        return tuple(need.removeprefix(BRANCH) for need in self.needs if need.startswith(BRANCH))
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the learner must score something first, under the present weights or the reference's."""
+        return isinstance(self.estimator, Rescoring)
+
+    def keep(self, batch: Batch) -> np.ndarray:
+        """[k] places of the episodes that every filter keeps. Whole batches go through each filter."""
+        kept = np.ones(len(batch.episodes), dtype=bool)
+        for i in self._of["filter"] if batch.episodes else ():
+            kept &= self.parts[i](batch)
+        return np.flatnonzero(kept)
+
+    def views(self, batch: Batch, encode: Callable[[str], list[int]]) -> list[View]:
+        """What the learner is to score before credit is assigned."""
+        return list(self.estimator.views(batch, encode)) if self.rescores and batch.episodes else []
+
+    def __call__(self, batch: Batch, scores: Sequence[np.ndarray] = ()) -> tuple[Batch, dict[str, float]]:
+        """The batch with ``advantage`` [N] float32 and what else the estimator gives, all 0 outside the channel ``pg``; numbers to log.
+
+        ``scores`` has the log-probabilities [n] of the scored tokens of each of ``views``. Raises CreditError when a needed
+        column is missing, an episode id occurs twice (it would vote twice), the estimator gives other columns than it
+        says, or a result has the wrong shape or is not finite.
+        """
+        twice = [name for name, count in Counter(e.id for e in batch.episodes).items() if count > 1]
+        if twice:
+            raise CreditError(f"episode {twice[0]!r} is in the batch {sum(e.id == twice[0] for e in batch.episodes)} times")
+        self._check_needs(batch)
+        mask = batch.channel("pg")
+        if not batch.episodes:
+            return batch.with_columns(**{name: np.zeros(0, dtype=np.float32) for name in ("advantage", *self.estimator.gives)}), {}
+        for i in self._of["shaping"]:
+            added = np.where(mask, self._sound(self.parts[i](batch), len(mask), i), 0.0)
+            batch = batch.with_columns(token_reward=batch.columns.get("token_reward", 0.0) + added)
+        place = self._of["estimator"][0]
+        made = self.estimator(batch, scores) if self.rescores else self.estimator(batch)
+        credit = made if isinstance(made, Credit) else Credit(made)
+        if credit.columns.keys() != set(self.estimator.gives):
+            raise CreditError(f"estimator {self.specs[place]['name']!r} gave the columns {sorted(credit.columns)}, "
+                              f"but says {sorted(self.estimator.gives)}")  # fmt: skip
+        values = self._sound(credit.advantage, _size(batch, self.estimator.axis), place)
+        found = {name: np.where(mask, self._sound(column, len(mask), place), 0.0) for name, column in credit.columns.items()}
+        advantage = np.where(mask, batch.to_tokens(values, self.estimator.axis), 0.0)
+        for i in (*self._of["transform"], *self._of["normalizer"]):
+            advantage = np.where(mask, self._sound(self.parts[i](advantage, batch), len(mask), i), 0.0)
+        found["advantage"] = advantage
+        return batch.with_columns(**{name: column.astype(np.float32) for name, column in found.items()}), dict(credit.numbers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the parts remember, by their place in the recipe."""
+        return {str(i): part.state_dict() for i, part in self.parts.items() if isinstance(part, Stateful)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for i, part in self.parts.items():
+            if isinstance(part, Stateful):
+                part.load_state_dict(state[str(i)])
+
+    def _check_needs(self, batch: Batch) -> None:
+        for i, part in self.parts.items():
+            for need in part.needs:
+                if not need.startswith(BRANCH) and need not in batch.columns:
+                    raise CreditError(f"{kind_of(self.specs[i]['name'])} {self.specs[i]['name']!r} needs the batch column {need!r}; "
+                                      f"there are: {', '.join(sorted(batch.columns)) or 'none'}")  # fmt: skip
+
+    def _sound(self, values: np.ndarray, size: int, place: int) -> np.ndarray:
+        name = self.specs[place]["name"]
+        if np.shape(values) != (size,):
+            raise CreditError(f"{name!r} gave shape {np.shape(values)}, expected ({size},)")
+        if not np.all(np.isfinite(values)):
+            raise CreditError(f"{name!r} gave a value that is not finite, at index {int(np.argmin(np.isfinite(values)))}")
+        return values
 
 
 def assign(batch: Batch, specs: Sequence[Mapping[str, Any]]) -> Batch:
-    """The batch with ``advantage`` [N] float32 and what else the estimator gives, all 0 outside the channel ``pg``.
-
-    ``specs[0]`` names an estimator, the others transforms ``(advantage [N], batch) -> [N]``, which leave the further
-    columns alone; each is ``{"name": …, argument: …}``. Raises RegistryError for an unknown one, CreditError when a needed
-    column is missing, an episode id occurs twice (it would vote twice), the estimator gives other columns than it says,
-    or a result has the wrong shape or is not finite.
-    """
-    if not specs:
-        raise CreditError("credit names no estimator; for example [{name: grpo}]")
-    twice = [name for name, count in Counter(e.id for e in batch.episodes).items() if count > 1]
-    if twice:
-        raise CreditError(f"episode {twice[0]!r} is in the batch {sum(e.id == twice[0] for e in batch.episodes)} times")
-    estimator, *transforms = [registry.create("transform" if place else "estimator", spec) for place, spec in enumerate(specs)]
-    missing = [name for name in estimator.needs if name not in batch.columns]
-    if missing:
-        raise CreditError(f"estimator {specs[0]['name']!r} needs the batch column {missing[0]!r}; there are: "
-                          f"{', '.join(sorted(batch.columns)) or 'none'}")  # fmt: skip
-    mask = batch.channel("pg")
-    if not batch.episodes:
-        return batch.with_columns(**{name: np.zeros(0, dtype=np.float32) for name in ("advantage", *estimator.gives)})
-    made = estimator(batch)
-    credit = made if isinstance(made, Credit) else Credit(made)
-    if credit.columns.keys() != set(estimator.gives):
-        raise CreditError(f"estimator {specs[0]['name']!r} gave the columns {sorted(credit.columns)}, but says {sorted(estimator.gives)}")
-    values = _sound(credit.advantage, _size(batch, estimator.axis), specs[0]["name"])
-    found = {name: np.where(mask, _sound(column, len(mask), specs[0]["name"]), 0.0) for name, column in credit.columns.items()}
-    advantage = np.where(mask, batch.to_tokens(values, estimator.axis), 0.0)
-    for spec, transform in zip(specs[1:], transforms, strict=True):
-        advantage = np.where(mask, _sound(transform(advantage, batch), len(mask), spec["name"]), 0.0)
-    found["advantage"] = advantage
-    return batch.with_columns(**{name: column.astype(np.float32) for name, column in found.items()})
+    """One batch through a pipeline of its own."""
+    return Pipeline(specs)(batch)[0]
 
 
 def _size(batch: Batch, axis: str) -> int:
     sizes = {"episode": len(batch.episodes), "turn": len(batch.turn_episode), "token": len(batch.token_row)}
     return sizes[axis]
-
-
-def _sound(values: np.ndarray, size: int, name: str) -> np.ndarray:
-    if np.shape(values) != (size,):
-        raise CreditError(f"{name!r} gave shape {np.shape(values)}, expected ({size},)")
-    if not np.all(np.isfinite(values)):
-        raise CreditError(f"{name!r} gave a value that is not finite, at index {int(np.argmin(np.isfinite(values)))}")
-    return values

@@ -37,6 +37,7 @@ class Vtrace:
     needs: ClassVar[tuple[str, ...]] = ("values", "logp_prox", "logp_old")
     gives: ClassVar[tuple[str, ...]] = ("returns",)
     axis: ClassVar[str] = "token"
+    compares: ClassVar[str] = "values"
 
     def __post_init__(self):
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):

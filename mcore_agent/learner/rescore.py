@@ -6,9 +6,10 @@ import numpy as np
 import torch.distributed as dist
 
 from mcore_agent.batch.microbatch import Plan
-from mcore_agent.batch.views import View, plan_views
+from mcore_agent.batch.views import plan_views
 from mcore_agent.learner.learner import Learner
 from mcore_agent.learner.wait import Line
+from mcore_agent.types import View
 
 Outputs = dict[str, np.ndarray]
 Key = tuple[str, str, str | None, int]  # row, view, weights and their version

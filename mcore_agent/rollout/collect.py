@@ -36,7 +36,8 @@ class Collector:
     Without over-sampling groups are handed out exactly in the order of their drawing, and their seeds depend on the run's seed,
     the step they are drawn for, the task and the number of the sample alone. ``away`` is for an engine
     that waits for open clients, and needed only above ``max_lag`` 0: inside it the engine does not wait for the episode.
-    ``on_turn`` is called with each request and its answer. Raises ValueError for arguments out of range.
+    ``branches`` names further episodes of each group, such as a greedy one. ``on_turn`` is called with each request and its
+    answer. Raises ValueError for arguments out of range.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Collector:
         max_lag: int = 0,
         over_sample: float = 0.0,
         sampling: Sampling = SAMPLE,
+        branches: Sequence[str] = (),
         away: Away | None = None,
         on_turn: OnTurn | None = None,
     ):
         if max_retries < 0:
             raise ValueError(f"Collector: max_retries is {max_retries}; give at least 0")
         self.source, self.run_seed, self.sampling = source, run_seed, sampling
+        self.branches = tuple(branches)
         self.buffer = Buffer(prompts, group_size, max_lag, over_sample)
         self._player = Player(engine, domain, agent, max_retries, away, on_turn)
         self._ledger = Ledger()
@@ -66,6 +69,11 @@ class Collector:
         self._progress: Progress | None = None
         self._fault: BaseException | None = None
         self._stops = 0
+
+    @property
+    def size(self) -> int:
+        """Episodes of a group."""
+        return self.buffer.group_size + len(self.branches)
 
     # -------------------------------------------------------------------------------------------------- collection
 
@@ -154,7 +162,7 @@ class Collector:
         for group in groups:
             group.running = []
         await self._player.give_up(jobs, tasks)
-        self._ledger.dropped[reason] += len(groups) * self.buffer.group_size
+        self._ledger.dropped[reason] += len(groups) * self.size
         self._ledger.dropped_tokens[reason] += sum(g.sampled for g in groups)
 
     def _fill(self) -> None:
@@ -176,7 +184,11 @@ class Collector:
         for sample in range(size):
             seed = derive(self.run_seed, "train", group.wave, group.task.id, group.twin * size + sample)
             order = (group.wave, group.slot, sample)
-            made.append(Job(f"{group.name}#{sample}", group.task, group.name, seed, order, self.buffer.version))
+            made.append(Job(f"{group.name}#{sample}", group.task, group.name, seed, order, born=self.buffer.version))
+        for number, branch in enumerate(self.branches, size):
+            seed = derive(self.run_seed, branch, group.wave, group.task.id, group.twin)
+            order = (group.wave, group.slot, number)
+            made.append(Job(f"{group.name}#{branch}", group.task, group.name, seed, order, branch, self.buffer.version))
         return made
 
     def _ended(self, group: Group, task: asyncio.Task[Episode]) -> None:
@@ -189,7 +201,7 @@ class Collector:
         elif (fault := task.exception()) is not None:
             self._fault = self._fault or fault
         elif self._progress is not None:
-            size, window = self.buffer.group_size, self.buffer.groups[: self.buffer.window]
+            size, window = self.size, self.buffer.groups[: self.buffer.window]
             total = self.buffer.prompts * size
             self._progress(min(total, sum(size if g.episodes is not None else len(g.jobs) - g.left for g in window)), total)
         if group.left == 0 and self._fault is None:
@@ -235,7 +247,7 @@ class Collector:
         jobs = []
         for i, task in enumerate(tasks):
             group, seed = f"eval/{step}/{i}/{task.id}", derive(run_seed, "eval", task.id, 0)
-            jobs.append(Job(f"{group}#0", task, group, seed, (i,), self.buffer.version))
+            jobs.append(Job(f"{group}#0", task, group, seed, (i,), born=self.buffer.version))
         clock, ledger, finished = asyncio.get_running_loop().time, Ledger(), 0
 
         def ended(_: asyncio.Task[Episode]) -> None:

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+
+import numpy as np
 
 from mcore_agent.agent.episode import Agent, Away, EngineFault, Sampling, play
 from mcore_agent.agent.seeds import derive
 from mcore_agent.protocols import Completion, Domain, Engine, InfraError, Request
 from mcore_agent.rollout.stats import Ledger, kind
-from mcore_agent.types import Episode, Task
+from mcore_agent.types import GREEDY, Episode, Task
 
 OnTurn = Callable[[Request, Completion], None]  # called with every answer of an engine that an episode goes on with
 NEVER = 2**31 - 1  # the oldest version of no tokens
@@ -26,6 +28,7 @@ class Job:
     group: str
     seed: int
     order: tuple[int, ...]
+    branch: str = ""
     born: int = -1  # the weights that were served when it was started
     asked: str = ""  # the request in flight
     sampled: int = 0  # tokens
@@ -84,10 +87,13 @@ class Player:
         for attempt in range(self.max_retries + 1):
             # A retry starts from nothing. It draws anew: the same draws could meet the same failure.
             seed = derive(job.seed, "retry", attempt) if attempt else job.seed
+            how = replace(sampling, temperature=0.0) if job.branch == GREEDY else sampling
             episode = await play(
-                job.task, self.domain, partial(self._ask, job), self.agent, sampling,
+                job.task, self.domain, partial(self._ask, job), self.agent, how,
                 seed=seed, group=job.group, episode=job.name, order=job.order, away=away,
             )  # fmt: skip
+            if job.branch:
+                episode = _of_branch(episode, job.branch)
             if episode.status != "infra_fail" or job.unwanted:
                 return episode
             reason = kind(episode)
@@ -119,6 +125,14 @@ class Player:
         if self.on_turn is not None:
             self.on_turn(request, completion)
         return completion
+
+
+def _of_branch(episode: Episode, branch: str) -> Episode:
+    """The episode as one of its branch; of a greedy one no token is for the policy gradient (M13)."""
+    if branch != GREEDY:
+        return replace(episode, branch=branch)
+    rows = tuple(replace(row, channels={**row.channels, "pg": np.zeros(len(row), dtype=bool)}) for row in episode.rows)
+    return replace(episode, branch=branch, rows=rows)
 
 
 async def end(tasks: Sequence[asyncio.Task[Episode]]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_agent import registry
 from mcore_agent.credit.groups import CreditError
-from mcore_agent.credit.pipeline import assign
+from mcore_agent.credit.pipeline import KINDS, assign
 from mcore_agent.registry import RegistryError, register
 from mcore_agent.types import Batch
 from tests.strategies import batch_of, episode_of
@@ -19,7 +19,7 @@ SPECS = [{"name": "grpo", "eps": 0}]
 @pytest.fixture
 def planted():
     """Registers variants for one test and takes them out again."""
-    before = {kind: dict(registry.variants(kind)) for kind in ("estimator", "transform")}
+    before = {kind: dict(registry.variants(kind)) for kind in KINDS}
     yield register
     for kind, known in before.items():
         registry._found[kind].clear()
@@ -60,6 +60,9 @@ def test_a_transform_follows_the_estimator_and_cannot_reach_other_tokens(planted
     @planted("transform", "doubled_everywhere")
     @dataclass(frozen=True)
     class Doubled:
+        needs: ClassVar[tuple[str, ...]] = ()
+        preserves: ClassVar[frozenset[str]] = frozenset()
+
         def __call__(self, advantage, batch):
             return 2 * advantage + 1
 
@@ -91,7 +94,9 @@ def test_a_turn_estimator_is_spread_over_turns_and_a_missing_column_is_named(pla
 def test_bad_input_is_refused_by_name():
     with pytest.raises(CreditError, match="names no estimator"):
         assign(batch_of([1, 0]), [])
-    with pytest.raises(RegistryError, match="no transform 'grpo'"):
+    with pytest.raises(RegistryError, match=r"no part of credit 'grop'; did you mean 'grpo'\?"):
+        assign(batch_of([1, 0]), [{"name": "grop"}])
+    with pytest.raises(CreditError, match="credit names grpo, grpo; give exactly one"):
         assign(batch_of([1, 0]), [*SPECS, {"name": "grpo"}])
     with pytest.raises(CreditError, match="episode 'e0' is in the batch 2 times"):
         assign(Batch(batch_of([1, 0]).episodes[:1] * 2), SPECS)

@@ -124,6 +124,9 @@ def test_returns_are_not_touched_by_a_transform(planted):  # noqa: F811
     @planted("transform", "tripled")
     @dataclass(frozen=True)
     class Tripled:
+        needs: ClassVar[tuple[str, ...]] = ()
+        preserves: ClassVar[frozenset[str]] = frozenset()
+
         def __call__(self, advantage, batch):
             return 3 * advantage
 

@@ -48,7 +48,7 @@ def test_loss_is_the_same_under_every_layout(quickstart, layout):
     assert alone != 0 and split == pytest.approx(alone, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp", "dp"])
+@pytest.mark.parametrize("layout", ["dp", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("tp", "pp"))])
 def test_reinforcement_learning_works_under_parallelism(quickstart, layout, tmp_path):
     """From the imitation's end, the rl stage alone reaches the target under the layout.
 
@@ -74,6 +74,7 @@ def test_quickstart_learns_under_parallelism(layout, tmp_path):
     learned(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_learns(tmp_path):
     cli("train", MOE, f"run.dir={tmp_path / 'run'}", timeout=1200)
     learned(tmp_path / "run", greedy=0.9, sampled=0.0)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mcore_agent.batch.microbatch import PlanError
-from mcore_agent.batch.views import View
+from mcore_agent.types import View
 from mcore_agent.learner.groups import Groups, Layout
 from mcore_agent.learner.rescore import Outputs, Rescorer
 from mcore_agent.learner.wait import open_line

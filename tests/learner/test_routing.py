@@ -66,7 +66,7 @@ def compared(groups: Groups, setup: Setup, reference: dict[str, torch.Tensor]) -
     return loss, logp, max(relative(made, grads, whole).values()), used
 
 
-@pytest.mark.defect("D1")
+@pytest.mark.defect("D1", "D4")
 @pytest.mark.parametrize(("layout", "setup"), [
     (Layout(pp=2, vpp=2), Setup()),
     (Layout(pp=2, dp=2, ep=2), Setup("full")),
@@ -75,6 +75,7 @@ def compared(groups: Groups, setup: Setup, reference: dict[str, torch.Tensor]) -
     (Layout(cp=2, pp=2, ep=2), Setup("full")),
 ], ids=str)  # fmt: skip
 def test_replay_under_every_layout(ranks, layout, setup):  # noqa: F811
+    """Micro-batches of 39, 5 and 13 tokens are filled up to a share for each rank: the filler has no recorded experts."""
     [(loss, logp, grads, used)] = ranks(replayed, Layout(), Setup())
     for m, own in zip(FORCED, used, strict=True):
         assert np.array_equal(own, m.routing)

@@ -53,10 +53,12 @@ def random_domain() -> Toy:
     return Toy(lambda task: random_script(Random(task.id)), n=9)
 
 
-def collector(engine, domain, n=4, group_size=3, retries=2, run_seed=11, source=None, max_lag=0, over_sample=0.0, on_turn=None, **limits):
+def collector(
+    engine, domain, n=4, group_size=3, retries=2, run_seed=11, source=None, max_lag=0, over_sample=0.0, on_turn=None, branches=(), **limits
+):
     return Collector(
         engine, domain, agent_for(domain, **limits), source or Listed(domain), run_seed=run_seed, prompts=n, group_size=group_size,
-        max_retries=retries, max_lag=max_lag, over_sample=over_sample, on_turn=on_turn,
+        max_retries=retries, max_lag=max_lag, over_sample=over_sample, on_turn=on_turn, branches=branches,
     )  # fmt: skip
 
 

@@ -70,6 +70,23 @@ def test_seeds_depend_on_run_step_task_and_sample():
     assert seeds(n=2) == seeds()[:6]  # what else is played does not matter
 
 
+def test_a_greedy_episode_joins_each_group_and_is_not_trained_on():
+    """M13: it costs one more rollout of the task, at temperature 0, and none of its tokens is for the policy gradient."""
+    asked = []
+
+    def greedy_or_not(request):
+        asked.append((request.id, request.temperature))
+        return random_policy(request)
+
+    episodes, _ = collect(FakeEngine(greedy_or_not), random_domain(), n=2, group_size=3, branches=("greedy",))
+    assert [e.branch for e in episodes] == 2 * ["", "", "", "greedy"] and len({e.group for e in episodes}) == 2
+    assert all((temperature == 0) == ("#greedy/" in name) for name, temperature in asked)
+    for e in episodes:
+        assert sum(int(row.channel("pg").sum()) for row in e.rows) == (0 if e.branch else e.sampled_tokens)
+    alone, _ = collect(FakeEngine(random_policy), random_domain(), n=2, group_size=3)
+    assert all(same(a, b) for a, b in zip([e for e in episodes if not e.branch], alone, strict=True))
+
+
 def test_a_task_drawn_twice_gives_two_different_groups():
     domain = random_domain()
     episodes, _ = collect(FakeEngine(random_policy), domain, n=2, step=0, source=Listed(domain, [0, 0]))
