@@ -47,6 +47,7 @@ def check_rules(config: Config, gpu: str | None = None) -> None:
     """Raises ConfigError for the first rule that the configuration breaks, here or on a machine with ``gpu``."""
     for rule in (_model, _variants, _engine, _sampling, _layout, _optimizer, _stages, _critic):
         rule(config)
+    _engine_options(config, gpu)
     if gpu is None:
         _hardware(config)
     _family(config)
@@ -97,6 +98,17 @@ def _variants(c: Config) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError("reward", name, "two rewards have this name", "Keep one of them")
+
+
+def _engine_options(c: Config, gpu: str | None) -> None:
+    """What only the engine itself can judge."""
+    engine = get("engine", c.rollout.engine)
+    if not c.rollout.options or not engine.own_process:
+        return
+    try:
+        engine.check_options(c.rollout.options, cuda=gpu is not None or this_machine().gpu is not None)
+    except ValueError as e:
+        raise ConfigError("rollout.options", c.rollout.options, str(e), "See the engine's own documentation") from e
 
 
 def _engine(c: Config) -> None:

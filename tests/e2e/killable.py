@@ -32,6 +32,10 @@ STARTED: list["Killable"] = []  # by this process, the last ones alive
 class Killable(ProcessEngine):
     own_process = True
 
+    @staticmethod
+    def check_options(options: Mapping[str, Any], cuda: bool) -> None:
+        pass
+
     def __init__(
         self,
         hf_config: Mapping[str, Any],

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_agent.batch.microbatch import PlanError
-from mcore_agent.types import View
 from mcore_agent.learner.groups import Groups, Layout
 from mcore_agent.learner.rescore import Outputs, Rescorer
 from mcore_agent.learner.wait import open_line
 from mcore_agent.loss.sft_nll import SftNll
+from mcore_agent.types import RecordError, View
 from tests.learner.jobs import learner_of
 from tests.learner.models import VOCAB, config_of, hugging_face, micro_of, weights_of
 from tests.ranks import ranks  # noqa: F401
@@ -79,5 +78,5 @@ def test_equals_a_pass_over_each_context(ranks, layout):  # noqa: F811
 
 def test_what_cannot_be_scored():
     for scored_at in ([0], [3], [-1]):
-        with pytest.raises(PlanError, match=r"view 'v' of row 'r' scores places .* nothing predicts the first token"):
+        with pytest.raises(RecordError, match=r"view 'v' of row 'r' scores places .* nothing predicts the first token"):
             View("r", "v", np.array([1, 2, 3]), np.array(scored_at))

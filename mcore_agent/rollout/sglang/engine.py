@@ -21,6 +21,7 @@ from mcore_agent.rollout.sglang.buckets import Transport, transport_of
 from mcore_agent.rollout.sglang.gate import Gate, tags_of
 from mcore_agent.rollout.sglang.line import Line, Refused
 from mcore_agent.rollout.sglang.names import expected_weights
+from mcore_agent.rollout.sglang.options import check_recipe
 from mcore_agent.rollout.sglang.server import START_S, Address, Server
 from mcore_agent.rollout.sglang.updates import Updates
 
@@ -28,8 +29,7 @@ BOTH = ("weights", "kv_cache")
 ALWAYS = frozenset({"abort", "pause", "sleep", "update", "checksum", "top_k", "top_p"})
 MODES = ("in_place", "retract", "abort")
 ABORT_S = 10.0  # then a request counts as aborted with the tokens that are known here: none
-ALIVE_S = 10.0
-END_S = 5.0  # for the rest of a server to end, once its connections broke
+ALIVE_S, END_S = 10.0, 5.0  # for an answer; for the rest of a server to end, once its connections broke
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class SGLangEngine:
     updates, ValueError for bad requests and options.
     """
 
-    own_process = True
+    own_process, check_options = True, staticmethod(check_recipe)
 
     def __init__(
         self,

@@ -94,6 +94,12 @@ def _package() -> Path:
     return Path(found.submodule_search_locations[0]) / "srt"
 
 
+def check_recipe(options: Mapping[str, Any], cuda: bool) -> None:
+    """The options of the engine in a recipe, as far as they can be judged here. Raises ServerOptionError."""
+    if installed():
+        check_options({key: value for key, value in (options.get("server") or {}).items() if key != "port"}, cuda)
+
+
 def check_options(options: Mapping[str, Any], cuda: bool) -> None:
     """Raises ServerOptionError, naming option, value, reason and way out."""
 
