@@ -13,13 +13,13 @@ ARGS ?=
 WORKERS ?= 2
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test sglang test-sglang test-layouts bench smollm2 install clean
+.PHONY: quickstart test sglang test-sglang test-layouts bench bench-algorithms smollm2 install clean
 
 quickstart: $(STAMP)
 	$(VENV)/bin/mcore-agent train recipes/quickstart.yaml $(ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 sglang: $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,smollm2,sglang]'
@@ -32,6 +32,9 @@ test-layouts: $(STAMP)
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tools/bench.py $(or $(ARGS),all)
+
+bench-algorithms: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) tools/bench_algorithms.py $(ARGS)
 
 smollm2: $(STAMP)
 	$(PY) tools/smollm2.py runs/SmolLM2-135M-Instruct

@@ -8,6 +8,7 @@ from ckpt_convert.families import family_of
 from mcore_agent import memory_plan
 from mcore_agent.config import Config, threads_per_rank
 from mcore_agent.config_rules import hf_config_of
+from mcore_agent.credit.pipeline import Pipeline
 from mcore_agent.precision import GpuType, planned
 from mcore_agent.registry import create
 
@@ -145,7 +146,8 @@ def _ranks(c: Config) -> Iterator[tuple[str, str]]:
 
 def _step(c: Config) -> Iterator[tuple[str, str]]:
     episodes = c.rollout.prompts * c.rollout.group_size
-    yield "episodes", f"{episodes} = {c.rollout.prompts} tasks x {c.rollout.group_size}"
+    more = "".join(f", and a {branch} one of each task to compare with" for branch in Pipeline(c.credit).branches)
+    yield "episodes", f"{episodes} = {c.rollout.prompts} tasks x {c.rollout.group_size}{more}"
     yield "tokens at most", f"{episodes * c.rollout.max_tokens:,} in rows of up to {c.rollout.max_tokens:,}"
     tokens = shape_of(c).tokens
     limit = f" (batch.token_budget={c.batch.token_budget:,} is never reached)" if tokens < c.batch.token_budget else ""
@@ -166,7 +168,9 @@ def _stages(c: Config) -> Iterator[tuple[str, str]]:
 def _parts(c: Config) -> Iterator[tuple[str, str]]:
     yield "environment", _call(c.env)
     yield "rewards", ", ".join(map(_call, c.reward))
-    yield "credit", " then ".join(map(_call, c.credit))
+    pipeline = Pipeline(c.credit)
+    needs = [*(need for need in pipeline.needs if need != "logp_old"), *(("scores of its own views",) if pipeline.rescores else ())]
+    yield "credit", " then ".join(map(_call, c.credit)) + (f"; needs {', '.join(needs)}" if needs else "")
     if c.critic.mode != "off":
         yield "critic", "a model of its own" if c.critic.mode == "separate" else "a head on the policy"
     for spec in c.loss:

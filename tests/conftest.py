@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 SAMPLE = 1
+SERVERS = "servers"
 
 
 def shares_servers(item) -> bool:
@@ -25,17 +26,28 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 def place_of(item) -> tuple[int, str]:
-    """Longest first, and the name of what one worker runs alone: a file, or all tests that share servers."""
-    if shares_servers(item):
-        return 0, "servers"
-    return 1 if "e2e" in item.path.parts else 2, str(item.path)
+    """What takes long comes first; the files that start servers follow one another."""
+    return (0 if scope_of(item.nodeid) == SERVERS else 1 if "e2e" in item.path.parts else 2), str(item.path)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
+def scope_of(nodeid: str) -> str:
+    """What one worker runs alone, in order: a file, or all that start SGLang servers, for which there is memory once."""
+    path = nodeid.partition("::")[0]
+    return SERVERS if {"contracts", "sglang_engine", "test_sglang.py"} & set(path.split("/")) else path
+
+
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByScope(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return ByScope(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
     items.sort(key=place_of)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(place_of(item)[1]))
     slow = [item for item in items if item.get_closest_marker("slow")]
     wanted = os.environ.get("MCORE_AGENT_SLOW", str(SAMPLE))
     if wanted == "all" or "slow" in (config.option.markexpr or ""):
