@@ -21,6 +21,7 @@ from mcore_agent.precision import (
     token_multiple,
 )
 from mcore_agent.registry import RegistryError, check, create, get
+from mcore_agent.reward.pipeline import make, make_all
 
 NOTHING = "Nothing was started"
 # Arguments of engines that follow from other keys.
@@ -75,7 +76,6 @@ def _variants(c: Config) -> None:
     if not c.credit:
         raise ConfigError("credit", c.credit, "no estimator given", "For example credit: [{name: grpo}]")
     specs: list[tuple[str, str, dict[str, Any]]] = [("env", "env", c.env)]
-    specs += [(f"reward[{i}]", "reward", s) for i, s in enumerate(c.reward)]
     specs += [(f"loss[{i}]", "loss", s) for i, s in enumerate(c.loss)]
     specs += [("rollout.parser", "parser", {"name": c.rollout.parser})]
     for where, kind, spec in specs:
@@ -85,19 +85,22 @@ def _variants(c: Config) -> None:
                 create(kind, spec)
         except ValueError as e:
             raise ConfigError(where, spec, str(e), "See docs/methods.md") from e
-    for i, spec in enumerate(c.credit):
+    for where, spec, make_part in (
+        *((f"reward[{i}]", s, make) for i, s in enumerate(c.reward)),
+        *((f"credit[{i}]", s, lambda s: create(kind_of(str(s.get("name", ""))), s)) for i, s in enumerate(c.credit)),
+    ):
         try:
-            create(kind_of(str(spec.get("name", ""))), spec)
+            make_part(spec)
         except ValueError as e:
-            raise ConfigError(f"credit[{i}]", spec, str(e), "See docs/methods.md") from e
+            raise ConfigError(where, spec, str(e), "See docs/methods.md") from e
     try:
         Pipeline(c.credit)
     except ValueError as e:
         raise ConfigError("credit", [s["name"] for s in c.credit], str(e), "See docs/methods.md") from e
-    names = [s["name"] for s in c.reward]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError("reward", name, "two rewards have this name", "Keep one of them")
+    try:
+        make_all(c.reward)
+    except ValueError as e:
+        raise ConfigError("reward", [s["name"] for s in c.reward], str(e), "See docs/methods.md") from e
 
 
 def _engine_options(c: Config, gpu: str | None) -> None:

@@ -29,7 +29,7 @@ from mcore_agent.mismatch import DriftAlarm, drift_by_age, dump, numbers_of, out
 from mcore_agent.policy import Policy
 from mcore_agent.protocols import InfraError
 from mcore_agent.registry import create
-from mcore_agent.reward.pipeline import score
+from mcore_agent.reward.pipeline import Scorer
 from mcore_agent.state import write_atomic
 from mcore_agent.types import GREEDY, Batch, Episode, Message, View
 
@@ -64,6 +64,8 @@ class Lead:
         self.tokenizer = self._tokenizer()
         self.renderer = ChatRenderer(self.tokenizer, self.domain.tools)
         self._keep_files()
+        services = {"decode": lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True)}
+        self.scorer, self.outcome = Scorer(c.reward, services), Scorer([{"name": "outcome"}])
         self.alarm = DriftAlarm(stop=c.correction.stop)
         self.step = 0
         self.barren = 0  # steps in a row without a usable episode
@@ -128,12 +130,11 @@ class Lead:
 
     def reward(self, episodes: list[Episode], step: int, numbers: dict[str, Any]) -> list[Episode]:
         """Named rewards for every episode that did not fail."""
-        scored = score(episodes, self.config.reward)
-        good = [e for e in scored if e.status != "infra_fail" and e.branch != GREEDY]
+        scored, found = self.scorer(episodes)
+        numbers |= {f"reward/{name}": value for name, value in found.items()}
+        good = [e.reward for e in scored if e.status != "infra_fail" and e.branch != GREEDY]
         if good:
-            numbers["reward/mean"] = float(np.mean([e.reward for e in good]))
-            for name in good[0].rewards:
-                numbers[f"reward/{name}"] = float(np.mean([np.sum(e.rewards[name]) for e in good]))
+            numbers["reward/mean"] = float(np.mean(good))
         self._write_episodes(scored, step)
         return scored
 
@@ -242,7 +243,7 @@ class Lead:
         entry: dict[str, float] = {}
         for name in ("greedy", "sampled"):
             episodes = self.policy.serving.play("evaluate", step, count, name == "greedy", progress=self._playing(name))
-            good = [e for e in score(episodes, [{"name": "outcome"}]) if e.status != "infra_fail"]
+            good = [e for e in self.outcome(episodes)[0] if e.status != "infra_fail"]
             if not good:
                 raise Outage("in an evaluation", episodes)
             entry[f"{name}_success"] = float(np.mean([e.reward >= 1 for e in good]))

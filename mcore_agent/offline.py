@@ -14,7 +14,6 @@ from mcore_agent.critic import value_term
 from mcore_agent.lead import Lead
 from mcore_agent.policy import Policy
 from mcore_agent.registry import create
-from mcore_agent.reward.pipeline import score
 from mcore_agent.types import Episode
 
 COLOURS = {"prompt": "dim", "obs": "cyan", "action": "green", "answer": "bold green", "forced": "yellow"}
@@ -54,7 +53,7 @@ def print_rollouts(config: Config, checkpoint: Path | None, count: int, greedy: 
     with ExitStack() as stack:
         lead = _serving(config, checkpoint, stack)
         if lead:
-            for episode in score(lead.policy.serving.play("evaluate", 0, count, greedy), config.reward):
+            for episode in lead.scorer(lead.policy.serving.play("evaluate", 0, count, greedy))[0]:
                 _print_episode(episode, lead)
     return 0
 

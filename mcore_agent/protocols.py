@@ -191,11 +191,32 @@ class Engine(Protocol):
 # ------------------------------------------------------------------------------------- reward, credit and loss
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Named rewards of one episode, a scalar or one number per turn each, and numbers to log beside them."""
+
+    rewards: Mapping[str, float | list[float]]
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
 @runtime_checkable
 class Reward(Protocol):
-    """Named numbers for one finished episode: a scalar or one number per turn."""
+    """Named numbers for one finished episode: a scalar or one number per turn; none at all when it cannot tell.
 
-    def score(self, episode: Episode) -> dict[str, float | list[float]]: ...
+    Several threads call it at once. Raises InfraError when something other than the policy failed.
+    """
+
+    def score(self, episode: Episode) -> dict[str, float | list[float]] | Scored: ...
+
+
+@runtime_checkable
+class Comparing(Protocol):
+    """A reward that sees an episode among its siblings: the episodes of its group that did not fail, itself included.
+
+    A greedy episode is a sibling of greedy ones only.
+    """
+
+    def score_among(self, episode: Episode, siblings: Sequence[Episode]) -> dict[str, float | list[float]] | Scored: ...
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def episode_record(episode: Episode, tokenizer: Any) -> dict[str, Any]:
         "id": episode.id,
         "task": episode.task.id,
         "group": episode.group,
+        "branch": episode.branch,
         "status": episode.status,
         "reason": episode.reason,
         "rewards": {name: value for name, value in episode.rewards.items()},

@@ -43,14 +43,19 @@ def test_variant_names_stay_in_their_folders():
     """A stage that asks for a variant's name has a branch where a protocol should be (M114)."""
     from mcore_agent.registry import FOLDERS, variants
 
-    wrong = []
-    for kind, folder in FOLDERS.items():
-        home = ROOT / folder.replace(".", "/")
-        for name in variants(kind):
-            for path in (ROOT / "mcore_agent").rglob("*.py"):
-                if home in path.parents or path.name in ("config.py", "config_rules.py"):  # a default may name a variant
-                    continue
-                for node in ast.walk(ast.parse(path.read_text())):
-                    if isinstance(node, ast.Compare) and any(isinstance(c, ast.Constant) and c.value == name for c in ast.walk(node)):
-                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} compares with {kind} {name!r}")
+    compared: dict[str, list[tuple[Path, int]]] = {}  # texts that something is compared with
+    for path in (ROOT / "mcore_agent").rglob("*.py"):
+        if path.name not in ("config.py", "config_rules.py"):  # a default may name a variant
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Compare):
+                    texts = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+                    for text in texts:
+                        compared.setdefault(text, []).append((path, node.lineno))
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} compares with {kind} {name!r}"
+        for kind, folder in FOLDERS.items()
+        for name in variants(kind)
+        for path, line in compared.get(name, ())
+        if ROOT / folder.replace(".", "/") not in path.parents
+    ]
     assert not [w for w in wrong if "stage.kind" not in w], "\n".join(wrong)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mcore_agent.types import Batch
+from mcore_agent.types import GREEDY, Batch
 
 # Rewards closer than this (relative, and absolute below 1) are equal: their difference is rounding of sums.
 SAME = 1e-9
@@ -48,3 +48,24 @@ def deviation(centered: np.ndarray, group: np.ndarray, sample: bool) -> np.ndarr
 
 def _group_sum(values: np.ndarray, group: np.ndarray) -> np.ndarray:
     return np.bincount(group, weights=values)
+
+
+def voters(batch: Batch) -> np.ndarray:
+    """[E] bool: not a greedy episode, which is there for comparison and counts in no statistic of its group (M13)."""
+    return np.array([e.branch != GREEDY for e in batch.episodes], dtype=bool)
+
+
+def standardize(values: np.ndarray, weight: np.ndarray | float = 1.0) -> np.ndarray:
+    """[n] ``(v - mean) / deviation``, both weighted; exactly 0 everywhere when the values are equal up to rounding."""
+    if not spread(values, np.zeros(len(values), dtype=np.int64)).any():
+        return np.zeros(len(values))
+    weight = np.broadcast_to(weight, values.shape) / np.sum(np.broadcast_to(weight, values.shape))
+    centered = values - np.sum(weight * values)
+    return centered / np.sqrt(np.sum(weight * centered**2))
+
+
+def check_unit(what: str, **settings: float) -> None:
+    """Raises CreditError unless every setting is in [0, 1]; ``what`` is for example ``estimator 'gae'``."""
+    for name, value in settings.items():
+        if not 0 <= value <= 1:
+            raise CreditError(f"{what}: {name} is {value}, but must be in [0, 1]")
