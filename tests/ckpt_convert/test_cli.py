@@ -215,8 +215,8 @@ def test_a_stopped_conversion_leaves_no_checkpoint_and_no_ranks(tmp_path, number
         tree = psutil.Process(process.pid).children(recursive=True)
         time.sleep(0.02)
     process.send_signal(number)
-    process.wait(timeout=20)
-    _, alive = psutil.wait_procs(tree, timeout=5)
+    process.wait(timeout=80)
+    _, alive = psutil.wait_procs(tree, timeout=20)
     assert not alive and not out.exists()
     left = [p.name for p in tmp_path.iterdir() if p != hf]
     assert all(name.startswith(".M.partial-") for name in left) and len(left) == (number == signal.SIGKILL)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from ckpt_convert.mcore_folder import read_meta
 from mcore_agent.launch import interrupts_later, run_ranks
 from mcore_agent.state import Checkpoints, locked
-from tests.e2e.running import QUICKSTART, TINY, Command, Shell, end, metrics, start, train, tree, wait_for
+from tests.e2e.running import QUICKSTART, SLACK, TINY, Command, Shell, end, metrics, start, train, tree, wait_for
 
 NO_CONFIG = ("model.config={}", "model.vocab=0")
 RL = "stages=[{kind: rl, steps: 8, lr: 1.0e-3}]"
@@ -319,8 +319,8 @@ def begin():
 
 def ended(process, processes, seconds: float) -> tuple[int, str]:
     """Exit code and errors of a command that ends within ``seconds``, and with it everything that it started."""
-    _, err = process.communicate(timeout=seconds)
-    _, alive = psutil.wait_procs(processes, timeout=3)
+    _, err = process.communicate(timeout=SLACK * seconds)
+    _, alive = psutil.wait_procs(processes, timeout=SLACK * 3)
     assert not alive, f"{alive} outlived the command"
     return process.returncode, err
 
@@ -394,7 +394,7 @@ def test_a_killed_launcher_leaves_no_rank_behind(begin, tmp_path):
     processes = tree(process.pid)
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(processes[1:], timeout=10)
+    _, alive = psutil.wait_procs(processes[1:], timeout=SLACK * 10)
     assert not alive, f"seed {seed}: {alive} outlived the command"
 
 

@@ -88,6 +88,6 @@ def test_experts_arrive_one_by_one(tmp_path, kind):
 def test_a_server_that_cannot_start_says_why(tmp_path):
     folder = tmp_path / "run"
     process = start("train", QUICKSTART, *TINY, SGLANG, f"run.dir={folder}", "rollout.options={server: {max_total_tokenz: 5}}")
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=400)
     assert process.returncode == 2 and "max_total_tokens" in out + err, out + err
     assert "Traceback" not in err and not (folder / "engines").is_dir()
