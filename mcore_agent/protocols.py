@@ -188,6 +188,73 @@ class Engine(Protocol):
     def capabilities(self) -> frozenset[str]: ...
 
 
+# --------------------------------------------------------------------------------------------------- sandbox
+
+
+class SandboxError(InfraError):
+    """The sandbox itself failed, not what ran in it. ``kind`` is a word to count by."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(f"sandbox_{kind}: {text}")
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class ExecLimits:
+    """What one command and everything that it starts may use together; ``file_bytes`` is for each file that they write."""
+
+    wall_s: float = 10.0
+    memory_bytes: int = 1 << 30
+    output_bytes: int = 1 << 20  # of stdout and stderr, each
+    file_bytes: int = 64 << 20
+    processes: int = 64
+
+    def __post_init__(self):
+        for name in ("wall_s", "memory_bytes", "output_bytes", "file_bytes", "processes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"ExecLimits.{name} is {getattr(self, name)}, but must be above 0")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended. ``reason``: ``ok`` (by itself, whatever its code), the limit that ended it (``timeout``, ``memory``,
+    ``output``, ``processes``), ``killed`` (by a signal) or ``missing`` (there is no such program).
+
+    ``code`` is the exit status, 128 + n after signal n. Output beyond its limit is cut.
+    """
+
+    code: int
+    stdout: bytes
+    stderr: bytes
+    reason: str
+    wall_s: float
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """A folder of its own, and commands that run in it. Paths are relative to that folder, which is also where commands start.
+
+    ``isolates`` says what a command cannot reach: ``files`` (outside the folder), ``network``, ``processes``. When ``exec``
+    returns, nothing that the command started is alive. ``kill``, from any thread, ends what runs and removes the folder; a second
+    one does nothing. Raises SandboxError when the sandbox fails or is killed, for a path that leads out of its folder, and for put
+    and get while a command runs.
+    """
+
+    isolates: frozenset[str]
+
+    def start(self) -> None: ...
+
+    def exec(
+        self, command: Sequence[str], limits: ExecLimits = ..., stdin: bytes = b"", env: Mapping[str, str] = ...
+    ) -> Ran: ...
+
+    def put(self, path: str, data: bytes) -> None: ...
+
+    def get(self, path: str) -> bytes: ...
+
+    def kill(self) -> None: ...
+
+
 # ------------------------------------------------------------------------------------- reward, credit and loss
 
 
@@ -251,8 +318,11 @@ class Estimator(Protocol):
 class Rescoring(Protocol):
     """An estimator that first has the learner score tokens in contexts of its own making.
 
-    ``scores[i]`` are the log-probabilities [n] of the scored tokens of view i. ``encode`` makes token ids of a text.
+    ``scores[i]`` are the log-probabilities [n] of the scored tokens of view i. ``encode`` makes token ids of a text. ``under``
+    names the weights of all its views, as ``View.under`` does.
     """
+
+    under: str
 
     def views(self, batch: Batch, encode: Callable[[str], list[int]]) -> Sequence[View]: ...
 

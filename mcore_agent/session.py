@@ -214,7 +214,7 @@ class Session:
 
     def _reference(self) -> bool:
         """Whether the weights of the stage's start must be kept."""
-        return "logp_ref" in {name for part in (*self.terms, self.pipeline) for name in part.needs} or self.pipeline.rescores
+        return self.pipeline.reference or any("logp_ref" in term.needs for term in self.terms)
 
     def _proximal(self) -> bool:
         """Whether the log-probabilities of the weights that a batch finds are needed, beside those of the weights that sampled."""

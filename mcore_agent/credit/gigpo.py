@@ -5,8 +5,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mcore_agent.credit.groups import CreditError, scores
-from mcore_agent.credit.steps import Steps, relative, rivals, steps_of
+from mcore_agent.credit.groups import CreditError, rivals, scores
+from mcore_agent.credit.steps import Steps, relative, steps_of
 from mcore_agent.registry import register
 from mcore_agent.types import Batch
 

@@ -20,9 +20,14 @@ def scores(batch: Batch) -> np.ndarray:
     return batch.rewards + np.bincount(batch.token_episode, weights=shaped, minlength=len(batch.episodes))
 
 
+def rivals(batch: Batch) -> np.ndarray:
+    """[E] small integers, equal for the episodes of a group that are held against each other: the greedy ones stand apart."""
+    return np.unique(2 * batch.by("group") + ~voters(batch), return_inverse=True)[1]
+
+
 def informative(batch: Batch) -> np.ndarray:
     """[E] bool: the episode's group has at least two different rewards, so that it can teach something (M10)."""
-    return spread(batch.rewards, batch.by("group"))
+    return spread(batch.rewards, rivals(batch))
 
 
 def spread(values: np.ndarray, group: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mcore_agent.credit.groups import CreditError, center, deviation, scores, spread
+from mcore_agent.credit.groups import CreditError, center, deviation, rivals, scores, spread
 from mcore_agent.registry import register
 from mcore_agent.types import Batch
 
@@ -39,7 +39,7 @@ class Grpo:
 
     def __call__(self, batch: Batch) -> np.ndarray:
         """[E] float64 advantages."""
-        group, reward = batch.by("group"), scores(batch)
+        group, reward = rivals(batch), scores(batch)
         centered = center(reward, group)
         sigma = deviation(centered, group, sample=self.sigma == "sample")
         if self.zero_sigma == "clamp":

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mcore_agent.credit.groups import SAME, CreditError, scores
-from mcore_agent.credit.steps import relative, rivals
+from mcore_agent.credit.groups import SAME, CreditError, rivals, scores
+from mcore_agent.credit.steps import relative
 from mcore_agent.registry import register
 from mcore_agent.types import Batch, Episode
 

@@ -62,6 +62,11 @@ class Pipeline:
         """Whether the learner must score something first, under the present weights or the reference's."""
         return isinstance(self.estimator, Rescoring)
 
+    @property
+    def reference(self) -> bool:
+        """Whether the weights of the stage's start must be kept."""
+        return "logp_ref" in self.needs or (self.rescores and bool(self.estimator.under))
+
     def keep(self, batch: Batch) -> np.ndarray:
         """[k] places of the episodes that every filter keeps. Whole batches go through each filter."""
         kept = np.ones(len(batch.episodes), dtype=bool)

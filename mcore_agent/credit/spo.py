@@ -51,6 +51,7 @@ class Spo:
     gives: ClassVar[tuple[str, ...]] = ()
     axis: ClassVar[str] = "episode"
     compares: ClassVar[str] = "history"
+    under: ClassVar[str] = ""
 
     def __post_init__(self):
         self.scale = Scale(self.worst, self.best)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_agent.credit.gae import decayed_sum
-from mcore_agent.credit.groups import center, deviation, spread, voters
+from mcore_agent.credit.groups import center, deviation, rivals, spread
 from mcore_agent.types import Batch
 
 
@@ -75,11 +75,6 @@ def steps_of(batch: Batch) -> Steps:
         token=token,
         last=np.append(episode[1:] != episode[:-1], True)[: len(episode)],
     )
-
-
-def rivals(batch: Batch) -> np.ndarray:
-    """[E] small integers, equal for the episodes of a group that are held against each other: the greedy ones stand apart."""
-    return np.unique(2 * batch.by("group") + ~voters(batch), return_inverse=True)[1]
 
 
 def _token_step(batch: Batch, first: np.ndarray) -> np.ndarray:

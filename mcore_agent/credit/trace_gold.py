@@ -38,6 +38,7 @@ class TraceGold:
     gives: ClassVar[tuple[str, ...]] = ()
     axis: ClassVar[str] = "token"
     compares: ClassVar[str] = "group"
+    under: ClassVar[str] = FROZEN
 
     def __post_init__(self):
         check_comparison("trace_gold", 0.0, self.gamma, self.eps)

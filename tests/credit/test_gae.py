@@ -59,6 +59,8 @@ def test_lam_1_is_return_minus_value_and_lam_0_one_step():
         value, mask = batch.columns["values"], batch.channel("pg")
         far, near = (assign(batch, [{"name": "gae", "gamma": 0.9, "lam": lam}]).columns for lam in (1.0, 0.0))
         for i, episode in enumerate(batch.episodes):
+            if any(np.ndim(value) for value in episode.rewards.values()):
+                continue  # of these the next tests speak
             own = np.flatnonzero(mask & (batch.token_episode == i))
             goal = [episode.reward * 0.9 ** (len(own) - 1 - k) for k in range(len(own))]
             np.testing.assert_allclose(far["advantage"][own], goal - value[own], rtol=1e-5, atol=1e-6)
