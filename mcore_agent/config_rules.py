@@ -3,12 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, is_mcore, read_meta
 from mcore_agent.config import Config, ConfigError
 from mcore_agent.credit.pipeline import Pipeline, kind_of
 from mcore_agent.layout import LayoutError
+from mcore_agent.loss.common import LossError
 from mcore_agent.loss.correction import Correction, automatic, correct, uncorrected
+from mcore_agent.loss.derived import derive
 from mcore_agent.precision import (
     Machine,
     PrecisionSpec,
@@ -22,10 +26,13 @@ from mcore_agent.precision import (
 )
 from mcore_agent.registry import RegistryError, check, create, get
 from mcore_agent.reward.pipeline import make, make_all
+from mcore_agent.types import Batch
 
 NOTHING = "Nothing was started"
 # Arguments of engines that follow from other keys.
 GIVEN = frozenset({"hf_config", "dtype", "max_batch", "tp", "gpus", "folder", "address"})
+# Columns of a batch and outputs of a model that an rl stage gives to loss terms.
+PROVIDED = frozenset({"advantage", "logp_old", "logp_prox", "logp_ref", "entropy", "log_sum", "value", "values", "returns"})
 # Keys of the learner that only some optimizers read.
 READ_BY = {
     "betas": ("adamw", "muon"),
@@ -46,7 +53,7 @@ def _value(c: Config, name: str) -> Any:
 
 def check_rules(config: Config, gpu: str | None = None) -> None:
     """Raises ConfigError for the first rule that the configuration breaks, here or on a machine with ``gpu``."""
-    for rule in (_model, _variants, _engine, _sampling, _layout, _optimizer, _stages, _critic):
+    for rule in (_model, _variants, _engine, _sampling, _layout, _optimizer, _stages, _losses, _critic):
         rule(config)
     _engine_options(config, gpu)
     if gpu is None:
@@ -183,6 +190,21 @@ def _stages(c: Config) -> None:
                               "Give eval_every of the stage and run.eval_tasks")  # fmt: skip
         if stage.kind == "rl" and not c.loss:
             raise ConfigError("loss", [], "an rl stage has no loss", "For example loss: [{name: ppo_clip}]")
+
+
+def _losses(c: Config) -> None:
+    """A term must find its tokens and its columns in an rl stage."""
+    nothing = Batch((), {name: np.zeros(0) for name in PROVIDED})
+    for i, spec in enumerate(c.loss):
+        term = create("loss", spec)
+        if term.channel != "pg":
+            raise ConfigError(f"loss[{i}]", spec, f"learns from the channel {term.channel!r}, in which an rl stage has no token", "Remove it")
+        try:
+            found = PROVIDED | derive(nothing, [term]).columns.keys()
+        except LossError as e:
+            raise ConfigError(f"loss[{i}]", spec, str(e), "No stage of a run provides it; remove the term") from e
+        if missing := [name for name in term.needs if name not in found]:
+            raise ConfigError(f"loss[{i}]", spec, f"needs {missing[0]!r}", "No stage of a run provides it; remove the term")
 
 
 def _critic(c: Config) -> None:

@@ -24,6 +24,7 @@ from mcore_agent.config import Config, ConfigError
 from mcore_agent.credit.groups import informative
 from mcore_agent.credit.pipeline import Pipeline
 from mcore_agent.loss.correction import Correction
+from mcore_agent.loss.derived import derive
 from mcore_agent.metrics import Console, Metrics
 from mcore_agent.mismatch import DriftAlarm, drift_by_age, dump, numbers_of, outliers
 from mcore_agent.policy import Policy
@@ -210,7 +211,7 @@ class Lead:
         plans: Plans = []
         for i, part in enumerate(parts):
             for role, terms in roles.items():
-                rows = rowset(part, terms)
+                rows = rowset(derive(part, terms), terms)
                 if kind == "rl" and role == "train" and i == 0:
                     rows.save(self.folder / "batch.npz")
                 plan = split(rows, c.batch.token_budget, c.learner.dp)

@@ -82,6 +82,8 @@ REFUSED = {
     "loss=[{name: ppo_clip, clip_low: -1}]": r"clip_low",
     "loss=[{name: ppo_clip, aggregate: mean}]": r"no aggregation 'mean'",
     "loss=[]": r"loss = \[\]: an rl stage has no loss",
+    "loss=[{name: ppo_clip}, {name: distill}]": r"loss\[1\].*needs 'logp_teacher'.*No stage of a run provides it",
+    "loss=[{name: dpo}]": r"loss\[0\].*learns from the channel 'dpo', in which an rl stage has no token",
     "reward=[{name: outcome}, {name: outcome}]": r"two rewards are called",
     "stages=[]": r"stages = \[\]: nothing to do",
     "stages=[{kind: dpo}]": r"stages\[0\]\.kind = 'dpo': not a legal value.*sft, rl",

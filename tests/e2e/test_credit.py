@@ -60,6 +60,14 @@ def test_what_an_estimator_remembers_outlives_a_run(shell, tmp_path):
     assert states[0] == states[1] and states[0]["0"]
 
 
+def test_loss_terms_get_what_they_derive(shell, tmp_path):
+    """M20, M18: sums over whole episodes, and the share of right ones, under two data-parallel ranks and mini-batches."""
+    loss = "loss=[{name: gspo}, {name: positive_nll, threshold: -1.0}]"
+    records = run(shell, tmp_path / "run", "[{name: grpo}]", loss, "learner.dp=2", "batch.minibatches=2", "correction.treatment=off")
+    trained = [m for m in records if m["optimizer_steps"]]
+    assert trained and all(abs(m["loss/sequence_kl"]) < 0.1 and m["loss/positive_nll"] > 0 for m in trained)
+
+
 def test_filtered_groups_are_counted(shell, tmp_path):
     records = run(shell, tmp_path / "run", "[{name: top_spread, share: 0.5}, {name: grpo}]")
     assert all(m["credit/filtered_out"] > 0 for m in records)

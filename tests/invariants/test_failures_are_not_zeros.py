@@ -9,8 +9,8 @@ from mcore_agent.batch.select import usable
 from mcore_agent.credit.pipeline import assign
 from mcore_agent.reward.pipeline import score
 from mcore_agent.types import Batch, RecordError
-from tests.invariants.evaluate import ESTIMATORS
-from tests.strategies import SEEDS, batch_of, random_batch, with_values
+from tests.invariants.credited import batch_for, credited, estimators, label, needs_greedy
+from tests.strategies import batch_of, with_values
 
 
 def failed(episode, reason="sandbox died"):
@@ -18,20 +18,19 @@ def failed(episode, reason="sandbox died"):
 
 
 @pytest.mark.defect("A5")
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_failed_episodes_leave_the_group_statistics(name):
+@pytest.mark.parametrize("spec", estimators(), ids=label)
+def test_failed_episodes_leave_the_group_statistics(spec):
     """With failures among them, in any place, the others get what they get without them."""
-    for seed in SEEDS:
-        whole = random_batch(seed).episodes
+    for seed in range(0, 200, 5):
+        whole = batch_for(seed, needs_greedy(spec)).episodes
         rng = np.random.default_rng(seed)
         lost = rng.random(len(whole)) < 0.4
         mixed = [failed(e) if gone else e for e, gone in zip(whole, lost, strict=True)]
         kept, reasons = usable(mixed)
         assert [e.id for e in kept] == [e.id for e, gone in zip(whole, lost, strict=True) if not gone]
         assert sum(reasons.values()) == lost.sum()
-        without = Batch(tuple(e for e, gone in zip(whole, lost, strict=True) if not gone))
-        given = with_values(without, seed).columns
-        found = [assign(b.with_columns(**given), [{"name": name}]).columns["advantage"] for b in (Batch(tuple(kept)), without)]
+        without = with_values(Batch(tuple(e for e, gone in zip(whole, lost, strict=True) if not gone)), seed)
+        found = [credited(b, spec).columns["advantage"] for b in (Batch(tuple(kept), without.columns), without)]
         assert np.array_equal(*found)
 
 

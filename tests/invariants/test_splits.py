@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from mcore_agent import registry
 from mcore_agent.batch.plan import split
 from mcore_agent.batch.rowset import RowSet, rowset
-from tests.invariants.evaluate import AGGREGATIONS, LOSSES, OUTPUTS, alike, evaluate, outputs_for
-from tests.strategies import SEEDS, random_batch, with_columns
+from mcore_agent.loss.derived import NOW, derive
+from tests.invariants.evaluate import AGGREGATIONS, LOSSES, OUTPUTS, alike, evaluate, outputs_for, term_of
+from tests.strategies import SEEDS, trained_batch
 
 LAYOUTS = ((7, 1), (40, 2), (1, 3), (10**6, 5))  # token budget, ranks
 
@@ -17,9 +17,9 @@ LAYOUTS = ((7, 1), (40, 2), (1, 3), (10**6, 5))  # token budget, ranks
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_do_not_depend_on_the_split(name, aggregate):
     """The loss to 1e-12 (the order of a float64 sum), the gradient of every token to the bit."""
-    term = registry.create("loss", {"name": name, "aggregate": aggregate})
-    for seed in SEEDS[:: len(AGGREGATIONS)]:
-        batch = with_columns(random_batch(seed), seed)
+    term = term_of(name, aggregate=aggregate)
+    for seed in SEEDS[AGGREGATIONS.index(aggregate) :: len(AGGREGATIONS)]:
+        batch = trained_batch(seed)
         outputs = outputs_for(batch, seed)
         one = evaluate(batch, [term], outputs)
         budget, dp = LAYOUTS[seed // len(AGGREGATIONS) % len(LAYOUTS)]
@@ -30,10 +30,9 @@ def test_loss_and_gradient_do_not_depend_on_the_split(name, aggregate):
 
 
 def test_all_terms_together_do_not_depend_on_the_split():
-    terms = [registry.create("loss", {"name": name, "aggregate": AGGREGATIONS[i % len(AGGREGATIONS)]})
-             for i, name in enumerate(LOSSES)]  # fmt: skip
+    terms = [term_of(name, aggregate=AGGREGATIONS[i % len(AGGREGATIONS)]) for i, name in enumerate(LOSSES)]
     for seed in SEEDS[:40]:
-        batch = with_columns(random_batch(seed), seed)
+        batch = trained_batch(seed)
         outputs = outputs_for(batch, seed)
         one = evaluate(batch, terms, outputs)
         many = evaluate(batch, terms, outputs, token_budget=13, dp=3)
@@ -43,8 +42,8 @@ def test_all_terms_together_do_not_depend_on_the_split():
 
 
 def test_a_saved_batch_gives_the_same_micro_batches_under_any_layout(tmp_path):
-    terms = [registry.create("loss", {"name": name}) for name in LOSSES]
-    rows = rowset(with_columns(random_batch(8), 8), terms)
+    terms, batch = [term_of(name) for name in LOSSES], trained_batch(8)
+    rows = rowset(derive(batch.with_columns(**{NOW: batch.columns["logp_old"]}), terms), terms)
     rows.save(tmp_path / "batch.npz")
     for budget, dp in LAYOUTS:
         plans = (split(rows, budget, dp), split(RowSet.load(tmp_path / "batch.npz"), budget, dp))

@@ -22,6 +22,8 @@ def loss_of(name: str, batch: Batch, per_token) -> float:
     ("seq_mean_token_mean", (1 / 1 + 0 / 3) / 2),
     ("seq_mean_token_sum", (1 + 0) / 2),
     ("episode_mean", (1 / 1 + 0 / 3) / 2),
+    ("seq_mean_token_sum_norm", (1 + 0) / 2 / 3),  # the longest row has 3
+    ("episode_mean_token_sum", (1 + 0) / 2),
 ])  # fmt: skip
 def test_f29_two_sequences(name, expected):
     """F29, M16: one sequence of 1 token with loss 1, one of 3 tokens with loss 0: .25 by tokens, .5 by sequences."""
@@ -41,6 +43,8 @@ F22 = Batch((
     ("token_mean", 8 / 12, 4 / 12),
     ("seq_mean_token_mean", 2 / 3, 1 / 3),  # three rows, each of mass 1/3
     ("seq_mean_token_sum", 8 / 3, 4 / 3),
+    ("seq_mean_token_sum_norm", 8 / 3 / 6, 4 / 3 / 6),  # three rows, the longest of 6 tokens
+    ("episode_mean_token_sum", 8 / 2, 4 / 2),
 ])  # fmt: skip
 def test_f22_mass_of_rollouts_with_several_rows(name, a, b):
     """F22, M25: the mean per rollout gives a and b half each, whatever their rows."""

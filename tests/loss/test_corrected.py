@@ -11,14 +11,15 @@ from mcore_agent.batch.correction import weigh
 from mcore_agent.loss.common import LossError
 from mcore_agent.loss.correction import Corrected, Correction, automatic, correct, uncorrected
 from mcore_agent.loss.decoupled_ppo import DecoupledPpo
+from mcore_agent.loss.derived import Deriving
 from mcore_agent.loss.k3_kl import K3Kl
 from mcore_agent.loss.ppo_clip import PpoClip
 from mcore_agent.loss.total import total_loss
-from tests.invariants.evaluate import AGGREGATIONS, LOSSES, OUTPUTS, alike, evaluate, outputs_for
+from tests.invariants.evaluate import AGGREGATIONS, LOSSES, OUTPUTS, alike, evaluate, outputs_for, term_of
 from tests.loss.columns import columns_of, out_of
 from tests.strategies import SEEDS, cut_rows, random_batch, with_columns
 
-RATIO_TERMS = [name for name in LOSSES if "logp_old" in registry.create("loss", {"name": name}).needs]
+RATIO_TERMS = [name for name in LOSSES if "logp_old" in term_of(name).needs]
 CORRECTIONS = [Correction(), Correction("clip", "geometric", 0.9, 1.2), Correction("mask", "token", 0.7, 1.5),
                Correction("mask", "sequence", 0.3, 3.0)]  # fmt: skip
 
@@ -57,7 +58,7 @@ def test_decoupled_is_the_surrogate_with_an_unbounded_token_correction():
         batch = weighed(seed, Correction(high=math.inf))
         outputs = outputs_for(batch, seed)
         one, other = (evaluate(batch, [term], outputs) for term in (DecoupledPpo(), Corrected(PpoClip())))
-        assert one.loss == pytest.approx(other.loss, rel=1e-6, abs=1e-9)
+        assert one.loss == pytest.approx(other.loss, rel=1e-6, abs=1e-7)  # weights of size 1 in float32, and terms that cancel
         np.testing.assert_allclose(one.grads["logp"], other.grads["logp"], rtol=1e-5, atol=1e-8)
 
 
@@ -74,7 +75,7 @@ def test_decoupled_has_the_bits_of_ppo_where_proximal_and_behaviour_agree(settin
 
 
 def test_off_gives_the_very_terms():
-    terms = [registry.create("loss", {"name": name}) for name in LOSSES]
+    terms = [term_of(name) for name in LOSSES]
     assert all(a is b for a, b in zip(correct(terms, None), terms, strict=True))
 
 
@@ -138,7 +139,8 @@ def test_corrected_losses_keep_the_invariants(name, correction):
         cut = cut.with_columns(**{k: v[source] for k, v in batch.columns.items()})
         cut = cut.with_columns(is_weight=weigh(cut, correction)[0])
         parts = evaluate(cut, terms, {k: v[source] for k, v in outputs.items()})
-        assert parts.loss == pytest.approx(one.loss, rel=1e-12, abs=1e-15)
+        exact = not any(isinstance(term.term, Deriving) for term in terms)  # columns have float32
+        assert parts.loss == pytest.approx(one.loss, rel=1e-12 if exact else 1e-5, abs=1e-15 if exact else 1e-8)
     assert moved > 5
 
 
