@@ -198,7 +198,8 @@ def _losses(c: Config) -> None:
     for i, spec in enumerate(c.loss):
         term = create("loss", spec)
         if term.channel != "pg":
-            raise ConfigError(f"loss[{i}]", spec, f"learns from the channel {term.channel!r}, in which an rl stage has no token", "Remove it")
+            raise ConfigError(f"loss[{i}]", spec, f"learns from the channel {term.channel!r}, in which an rl stage has no token",
+                              "Remove the term")  # fmt: skip
         try:
             found = PROVIDED | derive(nothing, [term]).columns.keys()
         except LossError as e:
