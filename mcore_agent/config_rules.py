@@ -30,7 +30,7 @@ from mcore_agent.types import Batch
 
 NOTHING = "Nothing was started"
 # Arguments of engines that follow from other keys.
-GIVEN = frozenset({"hf_config", "dtype", "max_batch", "tp", "gpus", "folder", "address"})
+GIVEN = frozenset({"name", "hf_config", "dtype", "max_batch", "tp", "gpus", "folder", "address"})
 # Columns of a batch and outputs of a model that an rl stage gives to loss terms.
 PROVIDED = frozenset({"advantage", "logp_old", "logp_prox", "logp_ref", "entropy", "log_sum", "value", "values", "returns"})
 # Keys of the learner that only some optimizers read.

@@ -84,6 +84,7 @@ REFUSED = {
     "loss=[]": r"loss = \[\]: an rl stage has no loss",
     "loss=[{name: ppo_clip}, {name: distill}]": r"loss\[1\].*needs 'logp_teacher'.*No stage of a run provides it",
     "loss=[{name: dpo}]": r"loss\[0\].*learns from the channel 'dpo', in which an rl stage has no token",
+    "rollout.options={name: sglang}": r"rollout\.options\.name .*follows from other keys",
     "reward=[{name: outcome}, {name: outcome}]": r"two rewards are called",
     "stages=[]": r"stages = \[\]: nothing to do",
     "stages=[{kind: dpo}]": r"stages\[0\]\.kind = 'dpo': not a legal value.*sft, rl",

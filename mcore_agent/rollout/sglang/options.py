@@ -134,7 +134,7 @@ def _check_speculative(options: Mapping[str, Any], cuda: bool, refuse: Any) -> N
     if algorithm not in (*DRAFT_MODEL, *NO_DRAFT_MODEL):
         refuse("speculative_algorithm", f"must be one of {', '.join((*DRAFT_MODEL, *NO_DRAFT_MODEL))}")
     if not cuda:
-        refuse("speculative_algorithm", "SGLang drafts on a GPU only; engine local drafts on a CPU (drafting: suffix)")
+        refuse("speculative_algorithm", "SGLang drafts on a GPU only; engine local drafts on a CPU (drafting: true)")
     if algorithm in DRAFT_MODEL and not options.get("speculative_draft_model_path"):
         refuse("speculative_algorithm", "it needs a draft model: give speculative_draft_model_path, or use NGRAM")
     if algorithm in NO_DRAFT_MODEL and options.get("speculative_draft_model_path"):
