@@ -1,13 +1,16 @@
 """GRPO's advantages against numbers derived from the definition (M9, M10)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mcore_agent import registry
 from mcore_agent.credit.groups import CreditError, informative
 from mcore_agent.credit.grpo import Grpo
-from mcore_agent.types import Batch
-from tests.strategies import batch_of, episode_of
+from mcore_agent.credit.pipeline import assign
+from mcore_agent.types import GREEDY, Batch
+from tests.strategies import batch_of, episode_of, row_of
 
 
 def test_f1_population_deviation():
@@ -89,3 +92,11 @@ def test_settings_out_of_range_are_refused():
         Grpo(eps=-1)
     with pytest.raises(CreditError, match=r"sigma_min is 0.*above 0"):
         registry.create("estimator", {"name": "grpo", "sigma_min": 0})
+
+
+def test_a_greedy_sibling_has_no_vote():
+    """M13: rewards 1 and 0 give 1 and -1, whatever the greedy episode of the group earned; with its vote they would be .71 and -1.41."""
+    silent = replace(row_of([0, 1, 1]), channels={"pg": np.zeros(3, dtype=bool)})
+    greedy = replace(episode_of("c", "g", 1.0), branch=GREEDY, rows=(silent,))
+    batch = Batch((episode_of("a", "g", 1.0), episode_of("b", "g", 0.0), greedy))
+    assert assign(batch, [{"name": "grpo", "eps": 0}]).columns["advantage"].tolist() == [0, 1, 1, 0, -1, -1, 0, 0, 0]
