@@ -38,17 +38,31 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, RuntimeError, OSError) as e:
-        code = _spoken(e)
-        if code is None:
+        if _spoken(e) is None:
             raise
-        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        hint = ". Free space and give the same command again: it goes on from the last checkpoint" if isinstance(e, OSError) else ""
-        print(f"mcore-agent{rank}: {e}{hint}", file=sys.stderr)
-        return code
-    except KeyboardInterrupt:
+        return _say(e)
+    except KeyboardInterrupt as e:
+        if launch.launched() and (error := _interrupted(e)):  # another rank failed too and ended first, which stops this one
+            return _say(error)
         if launch.LAUNCHER not in os.environ:  # else the command that started this rank says it, once
             print("mcore-agent: interrupted; the last checkpoint stays, the same command resumes", file=sys.stderr)
         return 130
+
+
+def _say(e: Exception) -> int:
+    """Prints an error whose message says all; returns its exit code."""
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+    hint = ". Free space and give the same command again: it goes on from the last checkpoint" if isinstance(e, OSError) else ""
+    print(f"mcore-agent{rank}: {e}{hint}", file=sys.stderr)
+    return _spoken(e) or 1
+
+
+def _interrupted(interrupt: KeyboardInterrupt) -> Exception | None:
+    """The error that was on its way out, closing what was open, when the interrupt came."""
+    e = interrupt.__context__
+    while e is not None and not (isinstance(e, Exception) and _spoken(e)):
+        e = e.__context__
+    return e if isinstance(e, Exception) else None
 
 
 def _command(arguments: argparse.Namespace, words: list[str], started: float, stack: ExitStack) -> int:

@@ -3,6 +3,7 @@
 Exit codes: 2 the configuration or the input cannot run, 1 a failure, 130 an interrupt.
 """
 
+import asyncio
 import os
 import random
 import shutil
@@ -19,7 +20,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_convert.mcore_folder import read_meta
+from mcore_agent import cli, launch
 from mcore_agent.launch import interrupts_later, run_ranks
+from mcore_agent.learner.checkpoint import CheckpointError
 from mcore_agent.state import Checkpoints, locked
 from tests.e2e.running import QUICKSTART, SLACK, TINY, Command, Shell, end, metrics, start, train, tree, wait_for
 
@@ -342,6 +345,28 @@ def test_full_disk_under_two_ranks(begin, tmp_path):
     code, err = ended(process, processes, 60)
     assert code == 1 and "mcore-agent (rank 0): " in err and "is the disk full? Free space" in err and "Traceback" not in err, err
     assert 2 <= whole(folder) < 20
+
+
+def test_a_rank_that_is_stopped_while_it_fails_says_why_it_failed(monkeypatch, capsys):
+    """The rank that has nothing to say may end first, and the launcher then stops the one that closes its engines."""
+
+    async def fails(*_):
+        try:
+            raise CheckpointError("no space")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(1)
+
+    monkeypatch.setattr(cli, "_command", lambda *_: asyncio.run(fails()))
+    monkeypatch.setattr(launch, "join_launcher", lambda: None)
+    monkeypatch.setenv(launch.LAUNCHER, "1")
+    monkeypatch.setenv("RANK", "1")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert cli.main(["check", "recipe.yaml"]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "mcore-agent (rank 1): no space\n"
 
 
 def test_an_interrupt_while_forking_is_not_lost():
