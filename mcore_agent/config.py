@@ -301,7 +301,7 @@ def _refusals(name: str, value: str) -> Iterator[None]:
         full = e.full_key or name
         raise ConfigError(full, value, "no such key", _nearest(name if name.startswith("stages") else full)) from e
     except (oc_errors.OmegaConfBaseException, YAMLError, TypeError, ValueError, AttributeError, IndexError) as e:
-        full = e.full_key if isinstance(e, oc_errors.OmegaConfBaseException) and e.full_key else name
+        full = e.full_key if isinstance(e, oc_errors.OmegaConfBaseException) and e.full_key not in (None, "", "value") else name
         raise ConfigError(full, value, f"wrong type or form ({_first_line(e)})", f"Its meaning: {_doc(full)}") from e
 
 

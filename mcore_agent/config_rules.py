@@ -29,6 +29,7 @@ from mcore_agent.reward.pipeline import make, make_all
 from mcore_agent.types import Batch
 
 NOTHING = "Nothing was started"
+MOST = 1 << 20  # episodes that may be begun before the first batch
 # Arguments of engines that follow from other keys.
 GIVEN = frozenset({"name", "hf_config", "dtype", "max_batch", "tp", "gpus", "folder", "address"})
 # Columns of a batch and outputs of a model that an rl stage gives to loss terms.
@@ -113,7 +114,7 @@ def _variants(c: Config) -> None:
 def _engine_options(c: Config, gpu: str | None) -> None:
     """What only the engine itself can judge."""
     engine = get("engine", c.rollout.engine)
-    if not c.rollout.options or not engine.own_process:
+    if not c.rollout.options:
         return
     try:
         engine.check_options(c.rollout.options, cuda=gpu is not None or this_machine().gpu is not None)
@@ -144,6 +145,16 @@ def _engine(c: Config) -> None:
     if 1 <= r.max_lag < r.over_sample:
         raise ConfigError("rollout.over_sample", r.over_sample, f"more than rollout.max_lag = {r.max_lag} batches would be begun at once",
                           "Lower it, or raise rollout.max_lag")  # fmt: skip
+    episodes = max(r.max_lag + 1, 1 + r.over_sample) * r.prompts * r.group_size
+    if episodes > MOST:
+        sizes: tuple[tuple[str, float], ...] = (
+            ("prompts", r.prompts),
+            ("group_size", r.group_size),
+            ("max_lag", r.max_lag),
+            ("over_sample", r.over_sample),
+        )
+        key, most = max(sizes, key=lambda size: size[1])
+        raise ConfigError(f"rollout.{key}", most, f"{episodes:.3g} episodes would be begun at once", f"Lower it: at most {MOST}")
     if r.stall_s <= 0:
         raise ConfigError("rollout.stall_s", r.stall_s, "every engine would count as frozen", "For example 60")
 

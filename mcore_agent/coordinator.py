@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import logging
 import multiprocessing
 import os
 import pickle
@@ -24,6 +25,7 @@ from mcore_agent.processes import die_with_parent, end_tree
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
 LOOK_S = 0.2  # between two looks at whether the child lives
 LEAVE_S = 2.0  # how long the child may take to close environments and engines
 PROGRESS_S = 0.1  # between two reports of progress
@@ -44,6 +46,7 @@ class Coordinator:
         self._process.start()
         theirs.close()
         self._calls = 0
+        self._late_s, self._heard = config.run.late_s, time.monotonic()
         self._answers: dict[int, tuple[str, Any]] = {}
         self.events: list[tuple[str, Any]] = []
         self.on_event: Callable[[str, Any], None] | None = None
@@ -59,7 +62,7 @@ class Coordinator:
         Raises CoordinatorError when the child has ended.
         """
         self._calls += 1
-        mine = self._calls
+        mine, self._heard = self._calls, time.monotonic()
         self._send((mine, name, arguments))
         while mine not in self._answers:
             if serve and self.events and self.on_event:
@@ -85,9 +88,17 @@ class Coordinator:
 
     def _receive(self) -> tuple[int, str, Any]:
         try:
+            told = self._late_s
             while not self._pipe.poll(LOOK_S):
                 if not self._process.is_alive():
                     raise self._ended()
+                silent = time.monotonic() - self._heard
+                if self._late_s and silent > told:
+                    told *= 2
+                    log.warning(
+                        "nothing heard from the coordinator (process %d) for %.0f s: an episode is long, or it hangs", self.pid, silent
+                    )
+            self._heard = time.monotonic()
             return self._pipe.recv()
         except (EOFError, ConnectionError) as e:
             raise self._ended() from e

@@ -16,6 +16,9 @@ from mcore_agent.registry import create, get
 from mcore_agent.rollout.watchdog import Watchdog
 from mcore_agent.weights.publish import publish
 
+AT_ONCE = ("progress", "memory")  # calls that also a busy engine answers
+ANSWER_S = 900.0  # for any call; the first one waits for a server to start (rollout.options.start_s)
+
 
 def numbers_of(config: Config) -> int:
     """How many engines a run has: as asked, or what the learner's GPUs hold."""
@@ -77,12 +80,20 @@ class Engines:
         return {n: (self.generation[n], e.address) for n, e in self.alive.items() if not isinstance(e, RemoteEngine)}  # type: ignore[attr-defined]
 
     def each(self, call: Callable[[Engine], Awaitable[Any]], what: str) -> dict[int, Any]:
-        """The same call to every engine that lives, at once; one that dies of it is down from then on."""
+        """The same call to every engine that lives, at once; one that dies of it is down from then on.
+
+        So is one that does not answer: for ``rollout.stall_s`` a call that is answered at once, ANSWER_S another one.
+        """
+        limit = self._config.rollout.stall_s if what in AT_ONCE else ANSWER_S
 
         async def one(number: int, engine: Engine) -> Any:
             try:
                 with self._watchdog.waits(f"engine {number} ({what})"):
-                    return await call(engine)
+                    async with asyncio.timeout(limit):
+                        return await call(engine)
+            except TimeoutError:
+                self.down[number] = f"no answer to {what} for {limit:.0f} s"
+                return None
             except EngineDown as e:
                 self.down[number] = str(e)
                 return None

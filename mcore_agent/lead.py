@@ -124,7 +124,12 @@ class Lead:
         self.step = step
         episodes, stats = self.policy.serving.play("collect", step, self.policy.version, progress=self._playing("collect"))
         numbers.update(stats)
-        self.barren = 0 if usable(episodes)[0] else self.barren + 1
+        good = usable(episodes)[0]
+        self.barren = 0 if any(e.sampled_tokens for e in good) else self.barren + 1
+        if self.barren == OUTAGE and good:
+            raise ConfigError("rollout.max_tokens", self.config.rollout.max_tokens,
+                              f"in {OUTAGE} steps no token was sampled; the last episode ended with: {good[-1].reason}",
+                              "Raise it, or shorten the prompts")  # fmt: skip
         if self.barren == OUTAGE:
             raise Outage(f"in {OUTAGE} steps", episodes)
         return episodes

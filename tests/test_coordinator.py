@@ -185,3 +185,14 @@ def test_the_engine_in_the_coordinator_is_the_local_one(coordinator):
     for a, b in zip(theirs, asyncio.run(body()), strict=True):
         assert [row.tokens.tolist() for row in a.rows] == [row.tokens.tolist() for row in b.rows]
         assert all(np.array_equal(x.logp, y.logp) for x, y in zip(a.rows, b.rows, strict=True))
+
+
+def test_a_silent_coordinator_is_told_of(caplog):
+    """A wait for a stopped process looks like a long episode; whoever waits says that nothing is heard."""
+    with open_coordinator(load_config(ROOT / "recipes/quickstart.yaml", [*WORDS, "run.late_s=0.5"])) as coordinator:
+        coordinator.call("open", HF, hop_tokenizer(), {})
+        os.kill(coordinator.pid, signal.SIGSTOP)
+        thaw = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(3); os.kill({coordinator.pid}, 18)"])
+        coordinator.call("drain")
+        thaw.wait()
+    assert f"nothing heard from the coordinator (process {coordinator.pid})" in caplog.text

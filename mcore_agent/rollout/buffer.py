@@ -86,7 +86,7 @@ class Buffer:
                 f"give at most {max_lag}"
             )
         self.prompts, self.group_size, self.max_lag = prompts, group_size, max_lag
-        self.window = math.ceil(prompts * (1 + over_sample))
+        self.window = prompts + math.ceil(round(prompts * over_sample, 6))  # 100 * 1.1 is above 110
         self.capacity = (max_lag + 1) * prompts if max_lag else self.window
         self.groups: list[Group] = []  # in the order in which they were drawn
         self.version = -1

@@ -8,8 +8,9 @@ later joins the next wave.
 """
 
 import asyncio
+import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -30,6 +31,22 @@ TAGS = frozenset({"weights", "kv_cache", "cuda_graph"})  # no graphs here: the t
 CAPABILITIES = frozenset({"abort", "pause", "sleep", "update", "checksum", "prefix_cache", "deterministic", "top_k", "top_p", "waves"})
 
 
+def check_recipe(options: Mapping[str, Any], cuda: bool) -> None:
+    """The options of the engine in a recipe. Raises ValueError, naming option, value, reason and way out."""
+    try:
+        kind = torch.device(options.get("device", "cpu")).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda") or (kind == "cuda" and not cuda):
+        there = "cpu or cuda" if cuda else "cpu, this machine has no CUDA GPU"
+        raise ValueError(f"device is {options['device']!r}; known: {there}")
+    for name in ("prefill_tokens", "draft_below", "draft_max", "draft_budget"):
+        if options.get(name, 1) < 1:
+            raise ValueError(f"{name} is {options[name]}; give at least 1")
+    if not 0 <= options.get("prefix_cache_gb", 0) < math.inf:
+        raise ValueError(f"prefix_cache_gb is {options['prefix_cache_gb']}; give at least 0, and finite")
+
+
 @register("engine", "local")
 class LocalEngine:
     """Serves a Hugging Face config on one device; it starts asleep and without weights (``version`` -1).
@@ -41,6 +58,7 @@ class LocalEngine:
     """
 
     own_process = False  # it lives in the process that makes it
+    check_options = staticmethod(check_recipe)
 
     def __init__(
         self,

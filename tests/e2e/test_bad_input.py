@@ -447,3 +447,9 @@ def test_interrupt_during_an_evaluation(begin, tmp_path):
     code, err = ended(process, processes, 5)
     assert code == 130 and err == "mcore-agent: interrupted; the last checkpoint stays, the same command resumes\n", err
     assert whole(folder) == 11
+
+
+def test_prompts_that_leave_no_room(shell, tmp_path):
+    """Steps without a single token end the run: they would go on to its end, and teach nothing."""
+    code, out = shell(train(tmp_path / "run", RL, "rollout.max_tokens=14", "rollout.max_new=1", "run.eval_tasks=0"))
+    assert code == 2 and "rollout.max_tokens = 14: in 3 steps no token was sampled" in out and "Traceback" not in out

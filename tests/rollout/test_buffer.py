@@ -113,3 +113,8 @@ def test_a_task_that_could_not_be_saved_is_refused_when_it_is_drawn():
     with pytest.raises(RecordError, match=r"task t/3.gold is set"):
         buffer.draw([wrong])
     Buffer(2, 1).draw([wrong])
+
+
+@pytest.mark.parametrize(("prompts", "over_sample", "window"), [(100, 0.1, 110), (50, 0.1, 55), (3, 0.1, 4), (8, 0.0, 8), (2, 0.999, 4)])
+def test_over_sampling_begins_no_group_that_nobody_asked_for(prompts, over_sample, window):
+    assert Buffer(prompts, 1, 0, over_sample).window == window

@@ -15,6 +15,7 @@ import time
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 0.1
 PART = b"sglang::"  # how the parts of a server call themselves, once they work
+LOADS = "/dev/shm/sglang_loads_"
 PARTS_TURNS = 10  # looks between two at the parts
 GRACE_S = 2.0  # between asking the processes to end and killing them
 
@@ -34,6 +35,18 @@ def parts(pids: list[int]) -> dict[int, str]:
             continue  # it ended
         if name.startswith(PART):
             found[pid] = name.split(b"\0")[0].decode(errors="replace").strip()
+    return found
+
+
+def shared(pids: list[int]) -> set[str]:
+    """Files in which schedulers tell how busy they are. SGLang never removes them."""
+    found = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps") as f:
+                found |= {path for line in f if (path := line.rstrip().rpartition(" ")[2]).startswith(LOADS)}
+        except OSError:
+            continue  # it ended
     return found
 
 
@@ -84,6 +97,7 @@ def main(parent: int, command: list[str]) -> int:
     process = subprocess.Popen(command, start_new_session=True, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
     print(process.pid, flush=True)
     known: dict[int, str] = {}
+    files: set[str] = set()
     turn = 0
     while process.poll() is None and not asked and os.getppid() == parent:
         time.sleep(LOOK_S)
@@ -96,7 +110,14 @@ def main(parent: int, command: list[str]) -> int:
             print(f"keeper: {', '.join(lost)} ended, so the server is ended", file=sys.stderr, flush=True)
             break
         known = parts(alive)
+        files |= shared(list(known))
+    files |= shared(descendants())
     end_all()
+    for path in files:
+        try:
+            os.unlink(path)
+        except OSError:
+            continue  # it is gone
     status = process.wait()
     return status if status >= 0 else 128 - status
 

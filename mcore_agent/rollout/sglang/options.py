@@ -96,6 +96,11 @@ def _package() -> Path:
 
 def check_recipe(options: Mapping[str, Any], cuda: bool) -> None:
     """The options of the engine in a recipe, as far as they can be judged here. Raises ServerOptionError."""
+    port, start_s = (options.get("server") or {}).get("port", 0), options.get("start_s", 1)
+    if type(port) is not int or not 0 <= port < 1 << 16:
+        raise ServerOptionError(f"rollout.options.server.port is {port!r}, but no port; leave it out, and the server takes a free one")
+    if not start_s > 0:
+        raise ServerOptionError(f"rollout.options.start_s is {start_s}, but is a time in seconds; give more than 0")
     if installed():
         check_options({key: value for key, value in (options.get("server") or {}).items() if key != "port"}, cuda)
 
@@ -134,7 +139,7 @@ def _check_speculative(options: Mapping[str, Any], cuda: bool, refuse: Any) -> N
     if algorithm not in (*DRAFT_MODEL, *NO_DRAFT_MODEL):
         refuse("speculative_algorithm", f"must be one of {', '.join((*DRAFT_MODEL, *NO_DRAFT_MODEL))}")
     if not cuda:
-        refuse("speculative_algorithm", "SGLang drafts on a GPU only; engine local drafts on a CPU (drafting: true)")
+        refuse("speculative_algorithm", "SGLang drafts on a GPU only; engine local drafts on a CPU (rollout.options.drafting=true)")
     if algorithm in DRAFT_MODEL and not options.get("speculative_draft_model_path"):
         refuse("speculative_algorithm", "it needs a draft model: give speculative_draft_model_path, or use NGRAM")
     if algorithm in NO_DRAFT_MODEL and options.get("speculative_draft_model_path"):

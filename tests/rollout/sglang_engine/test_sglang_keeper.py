@@ -123,3 +123,17 @@ def test_a_server_that_lost_a_part_is_ended(tmp_path: Path):
     assert "sglang::scheduler ended, so the server is ended" in process.stderr.read()
     process.stdout.close()
     process.stderr.close()
+
+
+def test_what_a_server_shares_goes_with_it():
+    """SGLang leaves the file in which a scheduler tells its load, however it ends."""
+    path = Path(f"/dev/shm/sglang_loads_test_{os.getpid()}.shm")
+    code = ("import mmap, os, sys, time; f = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR); os.ftruncate(f, 99); "
+            "m = mmap.mmap(f, 99); print('there', file=sys.stderr, flush=True); time.sleep(600)")  # fmt: skip
+    command = [sys.executable, "-I", keeper.__file__, str(os.getpid()), sys.executable, "-c", code, str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None and process.stderr.readline() == "there\n"
+    process.terminate()
+    process.wait(30)
+    process.stderr.close()
+    assert not path.exists()

@@ -1,0 +1,1 @@
+"""Functions that may hang, crash or take all memory: they run in child processes (see ``reward.children``), never here."""
