@@ -63,8 +63,8 @@ def test_imports_point_downwards():
             there = part_of(module)
             if there not in RANK or there == here:
                 continue
-            # in the lowest layer types is below the rest, and protocols and ckpt_convert's rules below the others
-            same = RANK[there] == RANK[here] == 0 and there in ("types", "protocols") and here != "types"
+            # in the lowest layer types, protocols and processes are below the rest
+            same = RANK[there] == RANK[here] == 0 and there in ("types", "protocols", "processes") and here != "types"
             siblings = RANK[there] == RANK[here] and RANK[here] in (2, 4, 5) and here != there
             if RANK[there] >= RANK[here] and not same and not (siblings and {here, there} <= LAYERS[RANK[here]] - {"batch", "agent"}):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} {here} imports {there}")
