@@ -109,7 +109,7 @@ class RolloutConfig:
     tp: int = key(1, "GPUs of an engine", low=1)
     options: dict[str, Any] = key({}, "further arguments of the engine")
     placement: str = key("colocated", "engine and learner take turns, or each has its own devices", choices=("colocated", "separate"))
-    max_lag: int = key(0, "weight versions that a token may be behind when it is learned from; 0: on-policy", low=0)
+    max_lag: int = key(0, "weight versions (one per batch) that a token may be behind when it is learned from; 0: on-policy", low=0)
     over_sample: float = key(0.0, "further groups that each step starts, in parts of rollout.prompts; the first to end are taken", low=0)
     fp8: str = key("off", "weights that the engine gets; blockwise: projections in FP8 with a scale for each 128 x 128 block (GPU)",
                    choices=("off", "blockwise"))  # fmt: skip

@@ -85,7 +85,7 @@ class Policy:
         self.learner = Learner(self.hf_config, self.groups, c.precision.dtype, optim, c.rollout.temperature, setup)
         self.learners = {TENSORS: self.learner}  # by their folders in a checkpoint; they sleep and wake together
         self.rescorer = Rescorer(self.learner, self.line, c.batch.token_budget)
-        self.version = 0  # of the learner's weights: updates applied
+        self.version = 0  # of the learner's weights: batches learned from
         self.serving = Serving(c, self.hf_config, self.groups, self.line, coordinator, self.learners, self._save, stack)
 
     def serve(self) -> None:
@@ -197,7 +197,7 @@ class Policy:
                 gap = _gap(micro, done.logp)
             stats.append(done)
             passes_s += done.passes_s
-            self.version += int(done.applied)
+        self.version += any(s.applied for s in stats)  # one for all steps: what is never published has no number
         numbers["time/passes_s"] = passes_s
         numbers["lr"], numbers["version"] = lr, self.version
         numbers["optimizer_steps"] = sum(s.applied for s in stats)

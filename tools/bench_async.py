@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -69,9 +69,9 @@ def steps_of(words: tuple[str, ...], steps: int, wait: float) -> list[dict]:
 def run(repeats: int, steps: int, wait: float) -> dict[str, float]:
     ratios, shares = [], []
     for _ in range(repeats):
-        turns = median(m["time/step_s"] for m in steps_of((), steps, wait))
+        turns = mean(m["time/step_s"] for m in steps_of((), steps, wait))
         beside = steps_of(BESIDE, steps, wait)
-        ratios.append(turns / median(m["time/step_s"] for m in beside))
+        ratios.append(turns / mean(m["time/step_s"] for m in beside))  # a quick step follows a slow one
         shares.append(turns)
         print(f"in turns {turns:.2f} s a step, beside {turns / ratios[-1]:.2f} s, ratio {ratios[-1]:.2f}")
         assert all(m["rollout/lag_max"] <= 1 for m in beside)

@@ -4,8 +4,8 @@ import pytest
 
 from tests.e2e.running import QUICKSTART, TINY, cli, end, metrics, start, summary, wait_for
 
-BESIDE = ("rollout.placement=separate", "rollout.max_lag=1", "batch.minibatches=1")
-TURNS = ("rollout.max_lag=1", "rollout.over_sample=0.5", "batch.minibatches=1")
+BESIDE = ("rollout.placement=separate", "rollout.max_lag=1", "batch.minibatches=2")
+TURNS = ("rollout.max_lag=1", "rollout.over_sample=0.5", "batch.minibatches=2")
 WORDS = ("stages=[{kind: sft, steps: 12, lr: 2.0e-3, demos: 16}, {kind: rl, steps: 8, lr: 1.0e-3}]",)
 
 
@@ -28,6 +28,8 @@ def test_no_token_is_older_than_the_bound(words, tmp_path):
     assert [m["step"] for m in records] == list(range(13, 21))
     assert all(m["rollout/lag_max"] <= 1 and m["rollout/episodes"] == 8 for m in records)
     assert any(m["rollout/lag_max"] == 1 for m in records), "nothing was played ahead"
+    assert any(m["optimizer_steps"] == 2 for m in records) and records[-1]["version"] - records[0]["version"] <= 7
+    assert "separate" not in words[0] or not any(m.get("rollout/dropped/stale") for m in records), "what was played ahead is thrown away"
     assert all(m["correction/weight_max"] <= 2 for m in records)
     assert summary(folder)["steps"] == 20
 
