@@ -20,7 +20,7 @@ from mcore_agent.protocols import Completion, Engine, Request
 from mcore_agent.registry import create, variants
 from mcore_agent.rollout.errors import EngineStateError, WeightUpdateError
 from tests.required import need
-from tests.rollout.tiny import CONFIGS, CONTEXT, VOCAB, answer, checkpoint, logprobs, prompt, publish, reference, requests, same_bits
+from tests.rollout.tiny import CONFIGS, CONTEXT, NEAR, VOCAB, answer, checkpoint, logprobs, prompt, publish, reference, requests, same_bits
 
 
 def sglang(family: str) -> Engine:
@@ -73,7 +73,7 @@ def same(engine: Engine, a: Completion, b: Completion) -> bool:
 def alike(a: Completion, b: Completion) -> bool:
     """The same tokens, from keys and values that were rounded another way."""
     equal = a.finish == b.finish and np.array_equal(a.tokens, b.tokens) and np.array_equal(a.version, b.version)
-    return equal and np.allclose(a.logp, b.logp, atol=1e-5)
+    return equal and np.allclose(a.logp, b.logp, atol=NEAR)
 
 
 def test_every_engine_is_tested():
@@ -103,7 +103,7 @@ def test_logprobs_equal_a_forward_pass(name: str, family: str):
                 assert (c.finish, len(c.tokens)) == ("length", 11)
                 assert c.cached == 0 or not exact(engine)  # an engine that batches by the clock may have the twin's prompt already
                 assert c.version.tolist() == [3] * 11
-                np.testing.assert_allclose(c.logp, logprobs(reference(family), r.tokens, c.tokens), atol=1e-5)
+                np.testing.assert_allclose(c.logp, logprobs(reference(family), r.tokens, c.tokens), atol=NEAR)
 
     run(body())
 
@@ -119,7 +119,7 @@ def test_greedy_equals_generate(name: str, family: str):
         ids = torch.from_numpy(r.tokens)[None]
         expected = reference(family).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=11, do_sample=False)
         assert c.tokens.tolist() == expected[0, len(r.tokens) :].tolist()
-        np.testing.assert_allclose(c.logp, logprobs(reference(family), r.tokens, c.tokens), atol=1e-5)
+        np.testing.assert_allclose(c.logp, logprobs(reference(family), r.tokens, c.tokens), atol=NEAR)
 
 
 @engines
@@ -132,7 +132,7 @@ def test_logprobs_are_after_temperature_and_before_truncation(name: str, tempera
                 asked = requests([6, 13], temperature=temperature, **fields)
                 for r, c in zip(asked, await answer(engine, asked), strict=True):
                     expected = logprobs(reference("qwen3"), r.tokens, c.tokens, temperature)
-                    np.testing.assert_allclose(c.logp, expected, atol=1e-5)
+                    np.testing.assert_allclose(c.logp, expected, atol=NEAR)
 
     run(body())
 
@@ -162,7 +162,7 @@ def test_samples_follow_the_softmax(name: str):
     assert df > 10 and seen.sum() == draws
     assert statistic < df * (1 - 2 / (9 * df) + 4.753 * (2 / (9 * df)) ** 0.5) ** 3
     for c in done[:20]:
-        assert c.logp[0] == pytest.approx(np.log(probs[c.tokens[0]]), abs=1e-5)
+        assert c.logp[0] == pytest.approx(np.log(probs[c.tokens[0]]), abs=NEAR)
 
 
 @engines
@@ -264,7 +264,7 @@ def test_many_clients_and_turns(name: str):
         tokens = prompt(4 + episode % 7, episode)
         assert len(done) == (3 if episode % 3 else 1)
         for turn, c in enumerate(done):
-            np.testing.assert_allclose(c.logp, logprobs(reference("llama"), tokens, c.tokens), atol=1e-5)
+            np.testing.assert_allclose(c.logp, logprobs(reference("llama"), tokens, c.tokens), atol=NEAR)
             tokens = np.concatenate([tokens, c.tokens, prompt(2 + turn, episode)])
 
 
@@ -281,7 +281,7 @@ def test_the_past_of_a_client_is_reused(name: str):
                 longer = np.concatenate([prompt(9), one.tokens, prompt(4)])
                 (two,) = await answer(engine, [Request("2", longer, 6, seed=2)])
                 assert (one.cached, two.cached) == (0, 9 + 6 - 1)
-                np.testing.assert_allclose(two.logp, logprobs(reference("qwen3"), longer, two.tokens), atol=1e-5)
+                np.testing.assert_allclose(two.logp, logprobs(reference("qwen3"), longer, two.tokens), atol=NEAR)
                 (other,) = await answer(engine, [Request("3", longer[:12], 6, seed=2)])
                 assert other.cached == 11  # the last prompt token is always computed: it gives the first logits
 
@@ -341,8 +341,8 @@ def test_paused_requests_live_through_an_update(name: str):
         wait = wait / 2 if boundary else wait * 2
     assert 0 < boundary < 100 and c.version.tolist() == [3] * boundary + [4] * (100 - boundary)
     old, new = (logprobs(reference("qwen3", seed), request.tokens, c.tokens) for seed in (0, 1))
-    np.testing.assert_allclose(c.logp[:boundary], old[:boundary], atol=1e-5)
-    np.testing.assert_allclose(c.logp[boundary:], new[boundary:], atol=1e-5)
+    np.testing.assert_allclose(c.logp[:boundary], old[:boundary], atol=NEAR)
+    np.testing.assert_allclose(c.logp[boundary:], new[boundary:], atol=NEAR)
     assert np.abs(old - new).max() > 0.1
 
 
@@ -694,7 +694,7 @@ def test_an_update_forgets_keys_and_values(name: str):
             assert (reused.cached > 0) == ("prefix_cache" in engine.capabilities())
             assert (fresh.cached, flushed.cached) == (0, 0)
             assert fresh.version.tolist() == [4] * 6 and engine.version == 4
-            np.testing.assert_allclose(fresh.logp, logprobs(reference("qwen3", 1), prompt(9), fresh.tokens), atol=1e-5)
+            np.testing.assert_allclose(fresh.logp, logprobs(reference("qwen3", 1), prompt(9), fresh.tokens), atol=NEAR)
 
     run(body())
 

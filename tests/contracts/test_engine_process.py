@@ -12,7 +12,7 @@ from mcore_agent.protocols import Completion, Engine, EngineDown, Request
 from mcore_agent.rollout.errors import EngineStateError, WeightUpdateError
 from tests.contracts.test_engine import serving
 from tests.engine_process import ProcessEngine, expected, processes
-from tests.rollout.tiny import checkpoint, prompt
+from tests.rollout.tiny import NEAR, checkpoint, prompt
 
 both = pytest.mark.parametrize("kind", ["process", "local"])
 LONG = 100
@@ -37,7 +37,7 @@ def asked(name: str, length: int, max_new: int = 11, **fields) -> Request:
 
 
 def same(a: Completion, b: Completion) -> bool:
-    return a.tokens.tolist() == b.tokens.tolist() and np.allclose(a.logp, b.logp, atol=1e-5) and a.finish == b.finish
+    return a.tokens.tolist() == b.tokens.tolist() and np.allclose(a.logp, b.logp, atol=NEAR) and a.finish == b.finish
 
 
 async def begun(engine: Engine, request: Request) -> "asyncio.Task[Completion]":

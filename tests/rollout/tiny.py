@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from mcore_agent.protocols import Completion, Engine, Request
 
 VOCAB, CONTEXT = 131, 160
+NEAR = 3e-5  # nats, between log-probabilities of two sets of float32 kernels: how they block sums depends on the CPU
 _COMMON: dict[str, Any] = {
     "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 50,
     "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "rope_theta": 12345.0, "initializer_range": 0.3,
