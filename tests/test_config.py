@@ -38,7 +38,6 @@ REFUSED = {
     "rollout.top_p=1.5": r"rollout\.top_p = 1\.5: not in \(0, 1\]",
     "rollout.max_new=260": r"rollout\.max_new = 260: a row holds 260 tokens",
     "rollout.max_tokens=4096": r"rollout\.max_tokens = 4096: the model reads at most 512",
-    "rollout.options={name: sglang}": r"rollout\.options\.name = .sglang.: follows from other keys",
     "rollout.options={device: nonsense}": r"rollout\.options = .*device is .nonsense.; known: cpu",
     "rollout.options={device: cuda}": r"rollout\.options = .*device is .cuda.; known: cpu, this machine has no CUDA GPU",
     "rollout.options={prefill_tokens: 0}": r"rollout\.options = .*prefill_tokens is 0; give at least 1",
