@@ -44,7 +44,7 @@ class Serving:
         save: Callable[..., Any],
         stack: ExitStack,
     ):
-        self.quantized = config.rollout.fp8 != "off"
+        self.quantized, self.folder = config.rollout.fp8 != "off", config.run.dir
         if self.quantized:
             names = learners[TENSORS].model.family.shapes()
             hf_config = hf_config | {"quantization_config": quantization_config(names)}
@@ -146,7 +146,8 @@ class Serving:
             chosen = self._revive()
             if not chosen:
                 return
-        raise EngineDown(f"engines {chosen} died {LIVES} times while they got weight version {self.version}; see their logs")
+        logs = f"; their logs are in {self.folder}/engines" if self.folder else ""
+        raise EngineDown(f"engines {chosen} died {LIVES} times while they got weight version {self.version}{logs}")
 
     def _revive(self) -> list[int]:
         """Starts the dead again, without weights; which they are, of all ranks."""
