@@ -76,6 +76,8 @@ BESIDE: Mapping[int, Beside] = {
     67: Beside("A model of outcomes that answers yes or no", key="`reward: [{name: orm}]`"),
     96: Beside(key="`credit: [{name: sapo}, {name: standardize}]` with `critic: {mode: shared, detach: true}`",
                modules=("learner/value",), tests=("learner/test_value.py", "credit/test_sapo.py")),
+    38: Beside(key="`rollout.prompts`, `rollout.group_size`", tests=("rollout/test_collect.py",)),
+    52: Beside(key="`rollout.top_p`, `rollout.top_k`", tests=("rollout/test_sampling.py",)),
     99: Beside("Episodes that go on under newer weights, a version and a behaviour log-probability for each token, age limit", "Intern-S2",
                "`rollout.max_lag`, `correction.max_age`", ("rollout/flight", "batch/age"),
                ("rollout/test_pool.py", "batch/test_correction.py")),

@@ -49,11 +49,6 @@ class Scale:
         return self.worst + (self.best - self.worst) * value
 
 
-def priority(value: float, floor: float) -> float:
-    """How often to ask a prompt, up to a constant: ``sqrt(v (1 - v)) + floor``, most where the outcome is open."""
-    return math.sqrt(value * (1 - value)) + floor
-
-
 def tasks_of(batch: Batch) -> dict[str, np.ndarray]:
     """Task id -> places of its episodes in the batch: those that were sampled, and not for comparison only."""
     speaks = np.bincount(batch.token_episode, weights=batch.channel("pg"), minlength=len(batch.episodes)) > 0
@@ -63,12 +58,10 @@ def tasks_of(batch: Batch) -> dict[str, np.ndarray]:
     return {task: np.array(places) for task, places in sorted(found.items())}
 
 
-def check_memory(what: str, least: float, floor: float, scale: Scale) -> None:
+def check_memory(what: str, least: float, scale: Scale) -> None:
     """Raises CreditError for settings that make no memory; ``what`` is for example ``estimator 'spo'``."""
     if not 0 <= least < 1:
         raise CreditError(f"{what}: rho_low is {least}, but must be at least 0 and below 1")
-    if not 0 <= floor < math.inf:
-        raise CreditError(f"{what}: floor is {floor}, but must be finite and at least 0")
     if not -math.inf < scale.worst < scale.best < math.inf:
         raise CreditError(f"{what}: worst is {scale.worst} and best {scale.best}, but worst < best must hold")
 

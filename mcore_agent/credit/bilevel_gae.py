@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from mcore_agent.credit.gae import following, lambda_advantages, step_rewards
 from mcore_agent.credit.groups import check_unit
+from mcore_agent.credit.stretches import step_rewards
+from mcore_agent.credit.sums import following, lambda_advantages
 from mcore_agent.credit.turn_steps import TurnSteps
 from mcore_agent.protocols import Credit
 from mcore_agent.registry import register
@@ -41,16 +42,15 @@ class BilevelGae:
         check_unit("estimator 'bilevel_gae'", turn_gamma=self.turn_gamma, turn_lam=self.turn_lam, gamma=self.gamma, lam=self.lam)
 
     def __call__(self, batch: Batch) -> Credit:
-        """[N] float64 advantages and returns, 0 outside the channel."""
-        turns = TurnSteps.of(batch)
-        values = np.asarray(batch.columns["values"][turns.steps], dtype=np.float64)
-        earned = step_rewards(batch)
-        reward = earned[turns.steps]
-        worth = values[turns.first]  # [m]
-        gained = lambda_advantages(turns.sums(earned), worth, turns.episode, self.turn_gamma, self.turn_lam)
-        reward[turns.last] += self.turn_gamma * following(worth + self.turn_lam * gained, turns.episode)
-        turn = np.repeat(np.arange(len(turns.first)), turns.size)
-        inner = lambda_advantages(reward, values, turn, self.gamma, self.lam)
-        advantage, returns = np.zeros(len(batch.token_row)), np.zeros(len(batch.token_row))
-        advantage[turns.steps], returns[turns.steps] = inner, inner + values
+        """[N] float64 advantages and float32 returns, 0 outside the channel."""
+        earned, values = step_rewards(batch), batch.columns["values"]
+        advantage, returns = np.zeros(len(earned)), np.zeros(len(earned), dtype=np.float32)
+        for turns in TurnSteps.in_parts(batch):
+            value = np.asarray(values[turns.steps], dtype=np.float64)
+            worth = value[turns.first]  # [m]
+            gained = lambda_advantages(turns.sums(earned), worth, turns.ends, self.turn_gamma, self.turn_lam)
+            reward = earned[turns.steps]
+            reward[turns.last] += self.turn_gamma * following(worth + self.turn_lam * gained, turns.ends)
+            inner = lambda_advantages(reward, value, turns.last + 1, self.gamma, self.lam)
+            advantage[turns.steps], returns[turns.steps] = inner, inner + value
         return Credit(advantage, {"returns": returns})

@@ -5,10 +5,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mcore_agent.credit.gae import decayed_sum
 from mcore_agent.credit.gigpo import check_comparison
 from mcore_agent.credit.groups import CreditError
 from mcore_agent.credit.steps import mean_of, relative, steps_of
+from mcore_agent.credit.sums import decayed_sum, run_ends
 from mcore_agent.registry import register
 from mcore_agent.types import Batch
 
@@ -45,7 +45,7 @@ class Gagpo:
         steps = steps_of(batch)
         value = mean_of(steps.returns(self.gamma), steps.states())
         delta = steps.reward + self.gamma * steps.following(value) - value
-        gained = decayed_sum(delta, steps.episode, self.gamma * self.lam)
+        gained = decayed_sum(delta, run_ends(steps.episode), self.gamma * self.lam)
         if self.norm != "none":
             gained = relative(gained, steps.group, self.norm == "mean_std", self.eps)
         return gained[steps.token]

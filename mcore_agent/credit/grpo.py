@@ -1,4 +1,4 @@
-"""Group-relative advantage of whole episodes (M9; GRPO, 2402.03300 sec. 4.1.2) and degenerate groups (M10)."""
+"""Group-relative advantage (M9; GRPO, 2402.03300 sec. 4.1.2), many-turn episodes (M21; StarPO, 2504.20073), degenerate groups (M10)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -36,13 +36,16 @@ class KlReward:
         out = np.zeros(len(batch.token_row))
         if self.beta == 0:
             return out
-        steps = np.flatnonzero(batch.channel("pg"))
-        now, reference = (np.asarray(batch.columns[name][steps], dtype=np.float64) for name in self.needs)
-        cost = -self.beta * (now - reference)
+        mask = batch.channel("pg")
+        now, reference = (batch.columns[name] for name in self.needs)
+        np.subtract(reference, now, out=out, where=mask, dtype=np.float64)
+        out *= self.beta
         if self.per == "token":
-            out[steps] = cost
             return out
+        steps = np.flatnonzero(mask)
         episode = batch.token_episode[steps]
         last = np.append(episode[1:] != episode[:-1], True)[: len(steps)]
-        out[steps[last]] = np.bincount(episode, weights=cost)[episode[last]] if len(steps) else 0.0
+        total = np.bincount(batch.token_episode, weights=out)[episode[last]] if len(steps) else 0.0
+        out[:] = 0.0
+        out[steps[last]] = total
         return out

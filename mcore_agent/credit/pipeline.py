@@ -8,6 +8,7 @@ import numpy as np
 
 from mcore_agent import registry
 from mcore_agent.credit.groups import CreditError
+from mcore_agent.credit.stretches import PART
 from mcore_agent.protocols import Credit, Rescoring, Stateful
 from mcore_agent.types import Batch, View
 
@@ -93,21 +94,22 @@ class Pipeline:
         if not batch.episodes:
             return batch.with_columns(**{name: np.zeros(0, dtype=np.float32) for name in ("advantage", *self.estimator.gives)}), {}
         for i in self._of["shaping"]:
-            added = np.where(mask, self._sound(self.parts[i](batch), len(mask), i), 0.0)
-            batch = batch.with_columns(token_reward=batch.columns.get("token_reward", 0.0) + added)
+            added, before = self._own(self.parts[i](batch), mask, i), batch.columns.get("token_reward")
+            batch = batch.with_columns(token_reward=added if before is None else before + added)
         place = self._of["estimator"][0]
         made = self.estimator(batch, scores) if self.rescores else self.estimator(batch)
         credit = made if isinstance(made, Credit) else Credit(made)
         if credit.columns.keys() != set(self.estimator.gives):
             raise CreditError(f"estimator {self.specs[place]['name']!r} gave the columns {sorted(credit.columns)}, "
                               f"but says {sorted(self.estimator.gives)}")  # fmt: skip
-        values = self._sound(credit.advantage, _size(batch, self.estimator.axis), place)
-        found = {name: np.where(mask, self._sound(column, len(mask), place), 0.0) for name, column in credit.columns.items()}
-        advantage = np.where(mask, batch.to_tokens(values, self.estimator.axis), 0.0)
+        self._check_shape(credit.advantage, _size(batch, self.estimator.axis), place)
+        found = {name: self._own(column, mask, place, np.float32) for name, column in credit.columns.items()}
+        advantage = batch.to_tokens(credit.advantage, self.estimator.axis)
         for i in (*self._of["transform"], *self._of["normalizer"]):
-            advantage = np.where(mask, self._sound(self.parts[i](advantage, batch), len(mask), i), 0.0)
-        found["advantage"] = advantage
-        return batch.with_columns(**{name: column.astype(np.float32) for name, column in found.items()}), dict(credit.numbers)
+            advantage = self.parts[i](self._own(advantage, mask, place), batch)
+            place = i
+        found["advantage"] = self._own(advantage, mask, place, np.float32)
+        return batch.with_columns(**found), dict(credit.numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """What the parts remember, by their place in the recipe."""
@@ -125,13 +127,24 @@ class Pipeline:
                     raise CreditError(f"{kind_of(self.specs[i]['name'])} {self.specs[i]['name']!r} needs the batch column {need!r}; "
                                       f"there are: {', '.join(sorted(batch.columns)) or 'none'}")  # fmt: skip
 
-    def _sound(self, values: np.ndarray, size: int, place: int) -> np.ndarray:
-        name = self.specs[place]["name"]
+    def _own(self, values: np.ndarray, mask: np.ndarray, place: int, dtype: type = np.float64) -> np.ndarray:
+        """[N] a part's result on the policy's own tokens, 0 on the others."""
+        self._check_shape(values, len(mask), place)
+        clean = values.dtype == dtype  # then it is not copied
+        for piece in (slice(start, start + PART) for start in range(0, len(mask), PART)):
+            if not np.isfinite(values[piece]).all():
+                at = piece.start + int(np.argmin(np.isfinite(values[piece])))
+                raise CreditError(f"{self.specs[place]['name']!r} gave a value that is not finite, at token {at}")
+            clean = clean and not np.any((values[piece] != 0) > mask[piece])
+        if clean:
+            return values
+        out: np.ndarray = np.zeros(len(mask), dtype=dtype)
+        np.copyto(out, values, where=mask, casting="same_kind")
+        return out
+
+    def _check_shape(self, values: np.ndarray, size: int, place: int) -> None:
         if np.shape(values) != (size,):
-            raise CreditError(f"{name!r} gave shape {np.shape(values)}, expected ({size},)")
-        if not np.all(np.isfinite(values)):
-            raise CreditError(f"{name!r} gave a value that is not finite, at index {int(np.argmin(np.isfinite(values)))}")
-        return values
+            raise CreditError(f"{self.specs[place]['name']!r} gave shape {np.shape(values)}, expected ({size},)")
 
 
 def assign(batch: Batch, specs: Sequence[Mapping[str, Any]]) -> Batch:

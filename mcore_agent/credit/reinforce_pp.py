@@ -5,8 +5,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from mcore_agent.credit.gae import decayed_sum, step_rewards
 from mcore_agent.credit.groups import center, check_unit, scores, standardize, voters
+from mcore_agent.credit.stretches import step_rewards
+from mcore_agent.credit.sums import decayed_sum, run_ends
 from mcore_agent.registry import register
 from mcore_agent.types import Batch
 
@@ -43,7 +44,7 @@ class ReinforcePp:
             last = np.append(episode[1:] != episode[:-1], True)[: len(steps)]
             reward[last] -= _group_mean(batch)[episode[last]]
         out = np.zeros(len(batch.token_row))
-        out[steps] = standardize(decayed_sum(reward, episode, self.gamma))
+        out[steps] = standardize(decayed_sum(reward, run_ends(episode), self.gamma))
         return out
 
 

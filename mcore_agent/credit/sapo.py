@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from mcore_agent.credit.gae import decayed_sum, following, step_rewards
 from mcore_agent.credit.groups import check_unit, standardize
+from mcore_agent.credit.stretches import step_rewards
+from mcore_agent.credit.sums import decayed_sum, following
 from mcore_agent.credit.turn_steps import TurnSteps
 from mcore_agent.protocols import Credit
 from mcore_agent.registry import register
@@ -39,12 +40,17 @@ class Sapo:
         check_unit("estimator 'sapo'", gamma=self.gamma, lam=self.lam)
 
     def __call__(self, batch: Batch) -> Credit:
-        """[N] float64 advantages and returns, 0 outside the channel."""
-        turns = TurnSteps.of(batch)
-        worth = np.asarray(batch.columns["values"][turns.steps[turns.last]], dtype=np.float64)
-        target = turns.sums(step_rewards(batch)) + self.gamma * (1 - self.lam) * following(worth, turns.episode)
-        gained = decayed_sum(target, turns.episode, self.gamma * self.lam)
-        advantage, returns = np.zeros(len(batch.token_row)), np.zeros(len(batch.token_row))
-        turns.spread(advantage, standardize(gained))
-        turns.spread(returns, gained)
+        """[N] float64 advantages and float32 returns, 0 outside the channel."""
+        reward, values, gained = step_rewards(batch), batch.columns["values"], [np.zeros(0)]
+        advantage, returns = np.zeros(len(reward)), np.zeros(len(reward), dtype=np.float32)
+        pieces = list(TurnSteps.in_parts(batch))
+        for turns in pieces:
+            worth = np.asarray(values[turns.steps[turns.last]], dtype=np.float64)
+            target = turns.sums(reward) + self.gamma * (1 - self.lam) * following(worth, turns.ends)
+            gained.append(decayed_sum(target, turns.ends, self.gamma * self.lam))
+            turns.spread(returns, gained[-1])
+        scaled, at = standardize(np.concatenate(gained)), 0
+        for turns in pieces:
+            turns.spread(advantage, scaled[at : at + len(turns.first)])
+            at += len(turns.first)
         return Credit(advantage, {"returns": returns})

@@ -2,13 +2,13 @@
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mcore_agent.credit.beta import Beta, Scale, check_memory, priority, tasks_of
+from mcore_agent.credit.beta import Beta, Scale, check_memory, tasks_of
 from mcore_agent.credit.groups import CreditError, scores
 from mcore_agent.protocols import Credit
 from mcore_agent.registry import register
@@ -42,7 +42,6 @@ class Spo:
     rho_high: float = 0.96
     worst: float = 0.0
     best: float = 1.0
-    floor: float = 0.05  # of ``weights``
     stored: int = 2048  # tokens kept of a prompt with its last answer, from its start
     known: dict[str, Beta] = field(init=False, default_factory=dict)
     answers: dict[str, Kept] = field(init=False, default_factory=dict)
@@ -55,7 +54,7 @@ class Spo:
 
     def __post_init__(self):
         self.scale = Scale(self.worst, self.best)
-        check_memory("estimator 'spo'", self.rho_low, self.floor, self.scale)
+        check_memory("estimator 'spo'", self.rho_low, self.scale)
         if not self.rho_low <= self.rho_high <= 1:
             raise CreditError(f"estimator 'spo': rho_high is {self.rho_high}, but must be from rho_low ({self.rho_low}) to 1")
         if not 0 < self.half < math.inf:
@@ -66,10 +65,6 @@ class Spo:
     def value(self, task: str) -> float:
         """Expected success of a prompt, from 0 to 1."""
         return self.known.get(task, Beta.prior(self.rho_low)).value
-
-    def weights(self, tasks: Iterable[str]) -> np.ndarray:
-        """How often to ask each task, up to a constant: ``sqrt(v (1 - v)) + floor``."""
-        return np.array([priority(self.value(task), self.floor) for task in tasks])
 
     def rho(self, drift: float | None) -> float:
         """The share of the evidence that stays."""

@@ -1,12 +1,12 @@
 """A remembered value of every prompt, from evidence in the order of the policies that earned it (M94; SPO++)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from mcore_agent.credit.beta import Beta, EventLog, Scale, check_memory, priority, tasks_of
+from mcore_agent.credit.beta import Beta, EventLog, Scale, check_memory, tasks_of
 from mcore_agent.credit.groups import CreditError, scores
 from mcore_agent.protocols import Credit
 from mcore_agent.registry import register
@@ -31,7 +31,6 @@ class SpoPp:
     rho_low: float = 0.875
     worst: float = 0.0
     best: float = 1.0
-    floor: float = 0.05  # of ``weights``
     window: int = 64
     logs: dict[str, EventLog] = field(init=False, default_factory=dict)
 
@@ -42,7 +41,7 @@ class SpoPp:
 
     def __post_init__(self):
         self.scale = Scale(self.worst, self.best)
-        check_memory("estimator 'spo_pp'", self.rho_low, self.floor, self.scale)
+        check_memory("estimator 'spo_pp'", self.rho_low, self.scale)
         if not 0 < self.rho <= 1:
             raise CreditError(f"estimator 'spo_pp': rho is {self.rho}, but must be above 0 and at most 1")
         if self.window < 1:
@@ -52,10 +51,6 @@ class SpoPp:
         """Expected success of a prompt, from 0 to 1."""
         known = self.logs[task].posterior(self.rho, self.rho_low) if task in self.logs else Beta.prior(self.rho_low)
         return known.value
-
-    def weights(self, tasks: Iterable[str]) -> np.ndarray:
-        """How often to ask each task, up to a constant: ``sqrt(v (1 - v)) + floor``."""
-        return np.array([priority(self.value(task), self.floor) for task in tasks])
 
     def __call__(self, batch: Batch) -> Credit:
         """[E] float64 advantages; the memory then knows the batch."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_agent.credit.gae import decayed_sum
 from mcore_agent.credit.groups import center, deviation, rivals, spread
+from mcore_agent.credit.sums import decayed_sum, run_ends
 from mcore_agent.types import Batch
 
 
@@ -33,7 +33,7 @@ class Steps:
 
     def returns(self, gamma: float) -> np.ndarray:
         """[K] the discounted sum of rewards from the step on."""
-        return decayed_sum(self.reward, self.episode, gamma)
+        return decayed_sum(self.reward, run_ends(self.episode), gamma)
 
     def following(self, values: np.ndarray) -> np.ndarray:
         """[K] the value of the episode's next step, 0 after its last."""

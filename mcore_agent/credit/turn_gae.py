@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from mcore_agent.credit.gae import lambda_advantages, step_rewards
 from mcore_agent.credit.groups import check_unit
+from mcore_agent.credit.stretches import step_rewards
+from mcore_agent.credit.sums import lambda_advantages
 from mcore_agent.credit.turn_steps import TurnSteps
 from mcore_agent.protocols import Credit
 from mcore_agent.registry import register
@@ -37,12 +38,12 @@ class TurnGae:
         check_unit("estimator 'turn_gae'", gamma=self.gamma, lam=self.lam)
 
     def __call__(self, batch: Batch) -> Credit:
-        """[N] float64 advantages and returns, 0 outside the channel."""
+        """[N] float64 advantages and float32 returns, 0 outside the channel."""
         reward, values = step_rewards(batch), batch.columns["values"]
-        advantage, returns = np.zeros(len(reward)), np.zeros(len(reward))
+        advantage, returns = np.zeros(len(reward)), np.zeros(len(reward), dtype=np.float32)
         for turns in TurnSteps.in_parts(batch):
             value = np.asarray(values[turns.steps[turns.first]], dtype=np.float64)
-            gained = lambda_advantages(turns.sums(reward), value, turns.episode, self.gamma, self.lam)
+            gained = lambda_advantages(turns.sums(reward), value, turns.ends, self.gamma, self.lam)
             turns.spread(advantage, gained)
             turns.spread(returns, gained + value)
         return Credit(advantage, {"returns": returns})

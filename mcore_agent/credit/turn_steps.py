@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mcore_agent.credit.gae import parts
+from mcore_agent.credit.stretches import parts
+from mcore_agent.credit.sums import run_ends
 from mcore_agent.types import Batch
 
 
@@ -38,12 +39,17 @@ class TurnSteps:
     def among(cls, batch: Batch, steps: np.ndarray) -> "TurnSteps":
         """Of the tokens ``steps``, ascending."""
         episode, turn = batch.token_episode[steps], batch.token_turn[steps]
-        if np.any((turn[1:] < turn[:-1]) & (episode[1:] == episode[:-1])):  # rows of several agents may interleave their turns
+        new = episode[1:] != episode[:-1]
+        if np.any((turn[1:] < turn[:-1]) & ~new):  # rows of several agents may interleave their turns
             order = np.lexsort((turn, episode))
             steps, episode, turn = steps[order], episode[order], turn[order]
-        change = (episode[1:] != episode[:-1]) | (turn[1:] != turn[:-1])
-        first = np.flatnonzero(np.append(True, change)[: len(steps)])
+        first = np.flatnonzero(np.append(True, new | (turn[1:] != turn[:-1]))[: len(steps)])
         return cls(steps, first, np.append(first[1:], len(steps))[: len(first)] - 1, episode[first])
+
+    @property
+    def ends(self) -> np.ndarray:
+        """[runs] the places behind the turns of each episode."""
+        return run_ends(self.episode)
 
     @property
     def size(self) -> np.ndarray:

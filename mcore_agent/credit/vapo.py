@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from mcore_agent.credit.gae import lambda_advantages, step_rewards
 from mcore_agent.credit.groups import CreditError, check_unit
+from mcore_agent.credit.stretches import stretches
+from mcore_agent.credit.sums import lambda_advantages
 from mcore_agent.protocols import Credit
 from mcore_agent.registry import register
 from mcore_agent.types import Batch
@@ -37,18 +38,18 @@ class Vapo:
             raise CreditError(f"estimator 'vapo': alpha is {self.alpha}, but must be finite and above 0")
         check_unit("estimator 'vapo'", critic_lam=self.critic_lam, gamma=self.gamma)
 
-    def lam(self, length: np.ndarray) -> np.ndarray:
-        """For episodes of so many sampled tokens."""
-        return np.maximum(0.0, 1 - 1 / (self.alpha * np.maximum(length, 1)))
+    def lam(self, length: int) -> float:
+        """For an episode of so many sampled tokens."""
+        return max(0.0, 1 - 1 / (self.alpha * length))
 
     def __call__(self, batch: Batch) -> Credit:
-        """[N] float64 advantages and returns, 0 outside the channel."""
-        steps = np.flatnonzero(batch.channel("pg"))
-        episode = batch.token_episode[steps]
-        values = np.asarray(batch.columns["values"][steps], dtype=np.float64)
-        reward = step_rewards(batch)[steps]
-        lam = self.lam(np.bincount(episode, minlength=1))[episode]
-        advantage, returns = np.zeros(len(batch.token_row)), np.zeros(len(batch.token_row))
-        advantage[steps] = lambda_advantages(reward, values, episode, self.gamma, lam)
-        returns[steps] = lambda_advantages(reward, values, episode, self.gamma, self.critic_lam) + values
+        """[N] float64 advantages and float32 returns, 0 outside the channel."""
+        advantage, returns = np.zeros(len(batch.token_row)), np.zeros(len(batch.token_row), dtype=np.float32)
+        for steps in stretches(batch):
+            value, gained = steps.take(batch.columns["values"]), np.zeros(len(steps.reward))
+            for a, b in zip([0, *steps.ends.tolist()], steps.ends.tolist(), strict=False):
+                own, lam = slice(a, b), self.lam(b - a)
+                gained[own] = lambda_advantages(steps.reward[own], value[own], np.array([b - a]), self.gamma, lam)
+            steps.put(advantage, gained)
+            steps.put(returns, lambda_advantages(steps.reward, value, steps.ends, self.gamma, self.critic_lam) + value)
         return Credit(advantage, {"returns": returns})

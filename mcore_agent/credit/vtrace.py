@@ -6,8 +6,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from mcore_agent.credit.gae import decayed_sum, step_rewards
 from mcore_agent.credit.groups import CreditError
+from mcore_agent.credit.stretches import Stretch, stretches
+from mcore_agent.credit.sums import decayed_sum, following
 from mcore_agent.protocols import Credit
 from mcore_agent.registry import register
 from mcore_agent.types import Batch
@@ -47,21 +48,19 @@ class Vtrace:
             raise CreditError(f"estimator 'vtrace': c_bar is {self.c_bar} and rho_bar {self.rho_bar}, but 0 < c_bar <= rho_bar must hold")
 
     def __call__(self, batch: Batch) -> Credit:
-        """[N] float64 advantages and returns, 0 outside the channel."""
-        steps = np.flatnonzero(batch.channel("pg"))
-        episode = batch.token_episode[steps]  # ascending
-        value, now, old = (np.asarray(batch.columns[name], dtype=np.float64)[steps] for name in self.needs)
-        reward = step_rewards(batch)[steps]
-        rho, c = (np.exp(np.minimum(now - old, min(math.log(bar), MAX_LOG_RATIO))) for bar in (self.rho_bar, self.c_bar))
-        last = np.append(episode[1:] != episode[:-1], True)[: len(steps)]
-        delta = rho * (reward + self.gamma * _following(value, last) - value)
-        target = value + decayed_sum(delta, episode, self.gamma * self.lam * c)
-        gained = reward + self.gamma * _following(target, last) - value
-        advantage, returns = np.zeros(len(batch.token_row)), np.zeros(len(batch.token_row))
-        advantage[steps], returns[steps] = rho * gained if self.weighted else gained, target
+        """[N] float64 advantages and float32 returns, 0 outside the channel."""
+        advantage, returns = np.zeros(len(batch.token_row)), np.zeros(len(batch.token_row), dtype=np.float32)
+        for steps in stretches(batch):
+            gained, target = self._of(steps, batch)
+            steps.put(advantage, gained)
+            steps.put(returns, target)
         return Credit(advantage, {"returns": returns})
 
-
-def _following(values: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """[n] the next step's value, 0 after an episode's last."""
-    return np.where(last, 0.0, np.append(values[1:], 0.0)[: len(values)])
+    def _of(self, steps: Stretch, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """A and v [n] of some episodes' tokens."""
+        value, now, old = (steps.take(batch.columns[name]) for name in self.needs)
+        rho, c = (np.exp(np.minimum(now - old, min(math.log(bar), MAX_LOG_RATIO))) for bar in (self.rho_bar, self.c_bar))
+        delta = rho * (steps.reward + self.gamma * following(value, steps.ends) - value)
+        target = value + decayed_sum(delta, steps.ends, self.gamma * self.lam * c)
+        gained = steps.reward + self.gamma * following(target, steps.ends) - value
+        return rho * gained if self.weighted else gained, target

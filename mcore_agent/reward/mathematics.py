@@ -14,9 +14,12 @@ from mcore_agent.types import Episode
 class Mathematics:
     """1 when the last box of the last turn, thoughts aside, equals the task's gold (one of them, if it is a list), else 0.
 
-    Numbers, fractions, sets, intervals and expressions are compared as such, units are left out. No box, and more than
-    ``max_chars`` characters in it, is wrong. A comparison of more than ``limit_s`` seconds, or one that crashes, is an
-    infrastructure failure. Gold ``\\frac{1}{2}``: ``\\boxed{0.5}`` gives 1, ``\\boxed{2}`` and ``0.5`` give 0.
+    Numbers, fractions, sets, intervals and expressions are compared as such. Units count where both have one that is known, and are
+    turned into one another; otherwise they, and words in ``\\text``, are left out. No box, and more than ``max_chars``
+    characters in it, is wrong. A comparison of more than ``limit_s`` seconds, or one that crashes, is an infrastructure failure.
+
+    Gold ``\\frac{1}{2}``: ``\\boxed{0.5}`` gives 1, ``\\boxed{2}`` and ``0.5`` give 0. Gold ``5 km``: ``5 km``, ``5000 m`` and ``5`` give
+    1, ``5 kg``, ``5 m`` and ``5000 km`` give 0.
     """
 
     limit_s: float = 5.0

@@ -19,8 +19,8 @@ class WebState:
     """1 when the last known state has every required value, else 0; with ``partial``, the share of those that it has.
 
     The state is the last turn's ``state_key``, a JSON object that the environment gives: what there was when the policy said its last
-    word. The task's gold is ``{path: value, …}``; a path leads through objects and lists: ``cart.items.0.name``. Two of three
-    values: 0, or 2/3 with ``partial``.
+    word, so that an environment must not end an episode with the very action that changes the state. The task's gold is
+    ``{path: value, …}``; a path leads through objects and lists: ``cart.items.0.name``. Two of three values: 0, or 2/3 with ``partial``.
     """
 
     partial: bool = False
@@ -33,12 +33,13 @@ class WebState:
             raise VerifierError("gold", f"task {episode.task.id!r} requires nothing of the state")
         if not episode.turns:
             return {self.key: 0.0}
-        state = _state(episode)
+        state = state_of(episode)
         share = sum(_at(state, path) == value for path, value in wanted.items()) / len(wanted)
         return {self.key: share if self.partial else float(share == 1)}
 
 
-def _state(episode: Episode) -> Mapping[str, Any]:
+def state_of(episode: Episode) -> Mapping[str, Any]:
+    """The last turn's state, a JSON object. Raises VerifierError when it is none."""
     said = episode.turns[-1].state_key
     try:
         state = json.loads(said)

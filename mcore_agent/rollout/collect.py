@@ -1,4 +1,4 @@
-"""Collection: groups of episodes, drawn ahead and handed out in an order that does not depend on which ends first."""
+"""Groups of episodes times prompts (M38; GRPO, 2402.03300), drawn ahead, handed out in an order that no one's speed changes."""
 
 import asyncio
 from collections import Counter

@@ -1,5 +1,6 @@
-"""Next tokens from logits. Random draws are a function of (seed, position), not of a generator's state.
+"""Next tokens from logits, with the log-probabilities of the whole distribution (M52; top-p, 1904.09751).
 
+Random draws are a function of (seed, position), not of a generator's state.
 So a draw does not depend on what else is in the batch, on the order of requests, or on earlier pauses.
 """
 

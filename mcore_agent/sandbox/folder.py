@@ -32,7 +32,8 @@ NO_ENV: Mapping[str, str] = {}
 class Folder:
     """Runs commands below ``root`` (the system's folder for temporary files unless given), one user per sandbox where it can.
 
-    A process of root's gives each sandbox a user of its own, who owns its folder and nothing else; others share theirs.
+    A process of root's gives each sandbox a user of its own, who owns its folder and nothing else; others share theirs. Beside
+    ``limits.processes``, which ends a command, the kernel starts no more than twice that and 16 threads, so that a fork bomb has an end.
     """
 
     root: str = ""
@@ -110,7 +111,7 @@ class Folder:
     ) -> Ran:
         """The command under a keeper; ``reports``: see there. Raises SandboxError when the keeper or a wrapper fails."""
         spec = {"command": list(command), "cwd": cwd, "env": dict(env), "uid": self._uid, "parent": os.getpid(), "reports": reports}
-        spec |= asdict(limits)
+        spec |= asdict(limits) | {"threads": threads(limits)}
         words = [sys.executable, "-I", "-S", str(KEEPER)]
         pipe = subprocess.PIPE
         with self._lock:
@@ -146,6 +147,11 @@ class Folder:
         folder.mkdir()
         if self._uid is not None:
             os.chown(folder, self._uid, self._uid)
+
+
+def threads(limits: ExecLimits) -> int:
+    """The most threads, of all its processes together, that the kernel starts for a command. 13 processes: 42."""
+    return 2 * limits.processes + 16
 
 
 def _report(said: bytes, error: bytes) -> Ran:

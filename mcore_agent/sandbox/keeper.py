@@ -19,15 +19,16 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PAGE = resource.getpagesize()
 MISSING = 127  # exit status of a child that found no program
 TICK_S = 0.02
-# Processes that a command's user may have beside those of before, where other commands share the user. Few without namespaces:
-# there processes are ended one by one, which a bomb of thousands outruns.
-SPARE, SPARE_WRAPPED = 128, 1024
 STOP_S = 5.0  # for stopping all of a command's processes, before they are killed all the same
 DRAIN_S = 0.5  # for output that is still in the pipes when the command has ended
 
 
 class Keeper:
-    """``spec``: command, cwd, env, uid (or null), parent, reports, wall_s, memory_bytes, output_bytes, file_bytes, processes.
+    """``spec``: command, cwd, env, uid (or null), parent, reports, threads, wall_s, memory_bytes, output_bytes, file_bytes, processes.
+
+    The kernel holds the command to ``threads``, more than ``processes``, so that what is watched ends it first; a command without
+    a ``uid`` of its own may start that many beside those that its user has. One that ``reports`` is held by its wrapper, who knows
+    which of that user's are its own.
 
     A command that ``reports`` is a wrapper: it writes to file 3 that the wrapped one ended, or else it is what failed (``broken``).
 
@@ -83,13 +84,13 @@ class Keeper:
                 return "ok"
             if self.asked or os.getppid() != self.spec["parent"]:
                 return "killed"
+            family = descendants(os.getpid())
+            if len(family) > self.spec["processes"]:
+                return "processes"  # before the time limit, which a bomb that takes all cores makes this loop miss
             if left <= 0:
                 return "timeout"
             if any(len(data) > self.spec["output_bytes"] for data in self.out.values()):
                 return "output"
-            family = descendants(os.getpid())
-            if len(family) > self.spec["processes"]:
-                return "processes"
             if memory(family, "statm") > self.spec["memory_bytes"] and memory(family, "smaps_rollup") > self.spec["memory_bytes"]:
                 return "memory"
 
@@ -149,12 +150,11 @@ class Keeper:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             uid = self.spec["uid"]
-            # Of all the user's processes, and above what is watched, so that the watch sees it first.
-            spare = SPARE_WRAPPED if self.spec["reports"] else SPARE
-            most = 2 * self.spec["processes"] + 16 if uid is not None else owned(os.getuid()) + spare
-            hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+            if uid is not None or not self.spec["reports"]:
+                most = self.spec["threads"] + (owned(os.getuid()) if uid is None else 0)
+                hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+                most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+                resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
             if uid is not None:
                 os.setgroups([])
                 os.setresgid(uid, uid, uid)

@@ -18,9 +18,7 @@ class ProcessSandbox(Folder):
 
     isolates: ClassVar[frozenset[str]] = frozenset()
 
-    def exec(
-        self, command: Sequence[str], limits: ExecLimits = LIMITS, stdin: bytes = b"", env: Mapping[str, str] = NO_ENV
-    ) -> Ran:
+    def exec(self, command: Sequence[str], limits: ExecLimits = LIMITS, stdin: bytes = b"", env: Mapping[str, str] = NO_ENV) -> Ran:
         """Runs a command to its end; of the environment it sees only ``env`` and where it lives."""
         own = {"PATH": PATH, "HOME": f"{self.home}/work", "TMPDIR": f"{self.home}/tmp", "LANG": "C.UTF-8"}
         return self.keep(command, f"{self.home}/work", limits, stdin, {**own, **env})

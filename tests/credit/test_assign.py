@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mcore_agent import registry
-from mcore_agent.credit.groups import CreditError
+from mcore_agent.credit.groups import CreditError, scores
 from mcore_agent.credit.pipeline import KINDS, assign
 from mcore_agent.registry import RegistryError, register
 from mcore_agent.types import Batch
@@ -70,6 +70,35 @@ def test_a_transform_follows_the_estimator_and_cannot_reach_other_tokens(planted
     assert batch.columns["advantage"].tolist() == [0, 3, 3, 0, -1, -1]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_a_part_says_of_other_tokens_is_dropped(planted, dtype):
+    """A shaping gives 5 to every token, and an estimator every token what its episode earned: with one own token in the first
+    episode and two in the second they are 5 and 10 there, and nothing elsewhere."""
+
+    @planted("shaping", "five")
+    @dataclass(frozen=True)
+    class Five:
+        needs: ClassVar[tuple[str, ...]] = ()
+
+        def __call__(self, batch):
+            return np.full(len(batch.token_row), 5, dtype=dtype)
+
+    @planted("estimator", "score_everywhere")
+    @dataclass(frozen=True)
+    class ScoreEverywhere:
+        needs: ClassVar[tuple[str, ...]] = ()
+        gives: ClassVar[tuple[str, ...]] = ()
+        axis: ClassVar[str] = "token"
+
+        def __call__(self, batch):
+            return scores(batch)[batch.token_episode].astype(dtype)
+
+    batch = Batch((episode_of("a", "g", 0.0, [0, 1, 0]), episode_of("b", "g", 0.0, [0, 1, 1])))
+    found = assign(batch, [{"name": "five"}, {"name": "score_everywhere"}]).columns
+    assert found["token_reward"].tolist() == [0, 5, 0, 0, 5, 5]
+    assert found["advantage"].tolist() == [0, 5, 0, 0, 10, 10] and found["advantage"].dtype == np.float32
+
+
 def test_a_turn_estimator_is_spread_over_turns_and_a_missing_column_is_named(planted):
     @planted("estimator", "by_values")
     @dataclass(frozen=True)
@@ -87,7 +116,7 @@ def test_a_turn_estimator_is_spread_over_turns_and_a_missing_column_is_named(pla
         assign(batch, spec)
     with pytest.raises(CreditError, match=r"gave shape \(2,\), expected \(6,\)"):
         assign(batch.with_columns(values=np.zeros(2)), spec)
-    with pytest.raises(CreditError, match="not finite, at index 3"):
+    with pytest.raises(CreditError, match="not finite, at token 3"):
         assign(batch.with_columns(values=np.array([0, 0, 0, np.inf, 0, np.nan])), spec)
 
 

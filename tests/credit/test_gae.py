@@ -8,9 +8,11 @@ import pytest
 
 from mcore_agent import registry
 from mcore_agent.batch.select import usable
-from mcore_agent.credit.gae import Gae, decayed_sum, step_rewards
+from mcore_agent.credit.gae import Gae
 from mcore_agent.credit.groups import CreditError
 from mcore_agent.credit.pipeline import assign
+from mcore_agent.credit.stretches import step_rewards
+from mcore_agent.credit.sums import decayed_sum, run_ends
 from mcore_agent.protocols import Credit
 from mcore_agent.types import Batch, Episode, Segment, Task, Turn
 from tests.credit.test_assign import planted  # noqa: F401
@@ -31,12 +33,13 @@ def test_two_tokens_by_hand():
 
 
 def test_three_tokens_with_discount_by_hand():
-    """Reward 1 at the end, V = .5 .5 .5, gamma .99, lam .95 (F2). From the end: delta = 1 - .5 = .5, then twice
+    """Reward 1 at the end, V = .5 .5 .5, gamma .99, lam .95. From the end: delta = 1 - .5 = .5, then twice
     .99 * .5 - .5 = -.005. A = .5; -.005 + .9405 * .5 = .46525; -.005 + .9405 * .46525 = .4325676."""
     advantage, _ = credited(Batch((episode_of("a", "g", 1.0, [0, 1, 1, 1]),)), [0, 0.5, 0.5, 0.5], gamma=0.99, lam=0.95)
     np.testing.assert_allclose(advantage, [0, 0.4325676, 0.46525, 0.5], rtol=1e-6)
 
 
+@pytest.mark.defect("A8")
 @pytest.mark.parametrize("lam", [0, 0.3, 1])
 @pytest.mark.parametrize("gamma", [0.9, 1])
 def test_observations_are_transparent(gamma, lam):
@@ -155,7 +158,7 @@ def test_an_estimator_gives_what_it_says(planted):  # noqa: F811
         assign(batch_of([1]), [{"name": "other", "given": "else"}])
     with pytest.raises(CreditError, match=r"'other' gave the columns \[\]"):
         assign(batch_of([1]), [{"name": "other", "given": ""}])
-    with pytest.raises(CreditError, match="not finite, at index 0"):
+    with pytest.raises(CreditError, match="not finite, at token 0"):
         assign(batch_of([1]), [{"name": "other"}])
 
 
@@ -173,5 +176,5 @@ def test_edges():
 
 def test_sums_of_ragged_episodes():
     """Runs of 1, 3 and 2 with decay 1/2, each from its end: 1 | 1 + (1 + 1/2) / 2, 1 + 1/2, 1 | 1 + 1/2, 1."""
-    out = decayed_sum(np.ones(6), np.array([0, 2, 2, 2, 5, 5]), 0.5)
+    out = decayed_sum(np.ones(6), run_ends(np.array([0, 2, 2, 2, 5, 5])), 0.5)
     assert out.tolist() == [1, 1.75, 1.5, 1, 1.5, 1]

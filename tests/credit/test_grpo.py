@@ -13,15 +13,15 @@ from mcore_agent.types import GREEDY, Batch
 from tests.strategies import batch_of, episode_of, row_of
 
 
-def test_f1_population_deviation():
-    """F1, M9: rewards 1 0 0 1 have mean 1/2 and every deviation 1/2, so sigma (1/G) = 1/2 and A = +-(1/2) / (1/2) = +-1."""
+def test_population_deviation():
+    """M9: rewards 1 0 0 1 have mean 1/2 and every deviation 1/2, so sigma (1/G) = 1/2 and A = +-(1/2) / (1/2) = +-1."""
     assert Grpo(eps=0)(batch_of([1, 0, 0, 1])).tolist() == [1, -1, -1, 1]
     with_eps = 0.5 / (0.5 + 1e-8)
     np.testing.assert_allclose(Grpo(eps=1e-8)(batch_of([1, 0, 0, 1])), np.array([1, -1, -1, 1]) * with_eps, rtol=1e-15)
 
 
-def test_f1_sample_deviation():
-    """F1, M9: the same with 1/(G-1): variance 4 * (1/4) / 3 = 1/3, so A = (1/2) / (sqrt(1/3) + 1e-6) = .8660."""
+def test_sample_deviation():
+    """M9: the same with 1/(G-1): variance 4 * (1/4) / 3 = 1/3, so A = (1/2) / (sqrt(1/3) + 1e-6) = .8660."""
     expected = 0.5 / (np.sqrt(1 / 3) + 1e-6)
     assert abs(expected - 0.8660) < 5e-5
     np.testing.assert_allclose(Grpo(sigma="sample", eps=1e-6)(batch_of([1, 0, 0, 1])), np.array([1, -1, -1, 1]) * expected, rtol=1e-14)

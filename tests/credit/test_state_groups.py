@@ -204,7 +204,7 @@ def test_progpos_potential_telescopes():
 
 
 def test_progpo_merges_similar_states_only_when_told():
-    """"you are in the kitchen." and "you are in the kitchen!" share 22 of 23 signs: 2 * 22 / 46 = .957."""
+    """The names "you are in the kitchen." and "you are in the kitchen!" share 22 of 23 signs: 2 * 22 / 46 = .957."""
     keys = ["you are in the kitchen.", "you are in the kitchen!", "you are in the hall."]
     steps = steps_of(Batch((*(walk(f"e{i}", [key], float(i == 0)) for i, key in enumerate(keys)), walk("o", [keys[0]], group="other"))))
     names = merged(steps, 0.95)

@@ -24,8 +24,8 @@ def credited(batch: Batch, values, ratios, **settings) -> tuple[np.ndarray, np.n
 TWO = Batch((episode_of("a", "g", 1.0, [0, 1, 1]),))
 
 
-def test_f6_two_steps():
-    """F6: w = 2, .5; V = .5, .5; reward 1 at the end. rho = c = 1, .5. From the end: delta = .5 * (1 - .5) = .25, v = .75;
+def test_two_steps_with_clipped_ratios():
+    """w = 2, .5; V = .5, .5; reward 1 at the end. rho = c = 1, .5. From the end: delta = .5 * (1 - .5) = .25, v = .75;
     delta = 1 * (0 + .5 - .5) = 0, v = .5 + 0 + 1 * (.75 - .5) = .75. A = 0 + .75 - .5 and 1 - .5; times rho .25 and .25."""
     advantage, returns = credited(TWO, [9, 0.5, 0.5], [1, 2, 0.5])
     np.testing.assert_allclose(returns, [0, 0.75, 0.75], rtol=1e-6)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mcore_agent import registry
+from mcore_agent.credit.groups import CreditError
 from mcore_agent.credit.pipeline import KINDS, Pipeline
 from mcore_agent.types import Batch, View
 from tests.strategies import VOCAB, cut_rows, moved_tokens, permuted, random_batch, with_greedy, with_values
@@ -37,8 +38,34 @@ def label(spec: Spec) -> str:
 
 def made(spec: Spec) -> Any:
     """The part itself."""
-    kind = next(kind for kind in KINDS if spec["name"] in registry.variants(kind))
-    return registry.create(kind, spec)
+    (part,) = _without_state(_frozen(spec)) or [_part(spec)]
+    return part
+
+
+def _part(spec: Spec) -> Any:
+    return registry.create(next(kind for kind in KINDS if spec["name"] in registry.variants(kind)), spec)
+
+
+def _frozen(spec: Spec) -> tuple[tuple[str, Any], ...]:
+    return tuple(spec.items())
+
+
+@cache
+def _without_state(spec: tuple[tuple[str, Any], ...]) -> list[Any]:
+    """The one object that serves every batch, or none where a part remembers something."""
+    part = _part(dict(spec))
+    return [part] if type(part).__dataclass_params__.frozen else []
+
+
+@cache
+def _pipeline_without_state(specs: tuple[tuple[tuple[str, Any], ...], ...]) -> list[Pipeline]:
+    return [Pipeline([dict(spec) for spec in specs])] if all(_without_state(spec) for spec in specs) else []
+
+
+def pipeline_of(*specs: Spec) -> Pipeline:
+    """One that remembers nothing, made once for all tests if its parts cannot remember."""
+    (pipeline,) = _pipeline_without_state(tuple(map(_frozen, specs))) or [Pipeline(specs)]
+    return pipeline
 
 
 @cache
@@ -91,7 +118,7 @@ def score_of(view: View) -> np.ndarray:
 
 def credited(batch: Batch, *specs: Spec, pipeline: Pipeline | None = None, score: Callable[[View], np.ndarray] = score_of) -> Batch:
     """The batch with advantages, by a pipeline of its own unless one is given; ``score`` is the learner of its views."""
-    pipeline = pipeline or Pipeline(specs)
+    pipeline = pipeline or pipeline_of(*specs)
     missing = [need for need in pipeline.needs if not need.startswith("branch:") and need not in batch.columns]
     assert not missing, f"{specs} needs {missing}: let tests/strategies.py:with_values give these columns"
     return pipeline(batch, [score(view) for view in pipeline.views(batch, encode)])[0]
@@ -103,10 +130,28 @@ def needs_greedy(spec: Spec) -> bool:
     return bool(branches)
 
 
-@cache
 def baseline(spec: tuple[tuple[str, Any], ...], seed: int) -> np.ndarray:
     """[N] float32 what an estimator gives for ``batch_for``: several tests hold something against it."""
+    return given_by(spec, seed)["advantage"]
+
+
+@cache
+def given_by(spec: tuple[tuple[str, Any], ...], seed: int) -> dict[str, np.ndarray]:
+    """The column of advantages and those that the estimator gives beside it, [N] float32 each."""
     settings = dict(spec)
-    found = credited(batch_for(seed, needs_greedy(settings)), settings).columns["advantage"]
-    found.setflags(write=False)
+    columns = credited(batch_for(seed, needs_greedy(settings)), settings).columns
+    found = {name: columns[name] for name in ("advantage", *made(settings).gives)}
+    for values in found.values():
+        values.setflags(write=False)
     return found
+
+
+def switched_off(spec: Spec) -> Spec | None:
+    """A part of credit with every number at 0; None for one that has no number, or does not take 0."""
+    variant = type(made(spec))
+    numbers = {f.name: 0.0 for f in dataclasses.fields(variant) if f.init and isinstance(f.default, float)}
+    try:
+        made({**spec, **numbers})
+    except CreditError:
+        return None
+    return {**spec, **numbers} if numbers else None

@@ -17,12 +17,14 @@ from tests.invariants.credited import (
     credited,
     cut_for,
     estimators,
+    given_by,
     label,
     made,
     needs_greedy,
     part_of,
     permuted_for,
     planted,
+    switched_off,
     variants_of,
 )
 from tests.strategies import SEEDS
@@ -51,23 +53,20 @@ def test_the_policys_own_tokens_alone_get_something_and_all_of_it_is_finite(spec
     """On 200 batches; and what stands outside of these tokens, NaN or infinity, does not change a bit."""
     greedy, moved = needs_greedy(spec), 0
     for seed in SEEDS:
-        batch = batch_for(seed, greedy)
-        advantage = baseline(tuple(spec.items()), seed)
-        assert advantage.shape == batch.token_row.shape and np.isfinite(advantage).all()
-        assert not advantage[~batch.channel("pg")].any()
-        moved += bool(advantage.any())
+        batch, clean = batch_for(seed, greedy), given_by(tuple(spec.items()), seed)
+        mask = batch.channel("pg")
+        for name, values in clean.items():
+            assert values.shape == mask.shape and np.isfinite(values).all() and not values[~mask].any(), name
+        moved += bool(clean["advantage"].any())
+        dirty = credited(planted(batch), spec).columns
+        for name, values in clean.items():
+            assert np.array_equal(dirty[name], values), f"{name} of seed {seed} depends on other tokens' numbers"
     assert moved > 50  # the test would be empty if nothing ever moved
-    for seed in sample(spec, 40, 1):
-        batch = batch_for(seed, greedy)
-        clean, dirty = credited(batch, spec).columns, credited(planted(batch), spec).columns
-        for given in ("advantage", *made(spec).gives):
-            assert np.isfinite(clean[given]).all() and not clean[given][~batch.channel("pg")].any()
-            assert np.array_equal(dirty[given], clean[given]), f"{given} of seed {seed} depends on other tokens' numbers"
 
 
 @every_estimator
 def test_the_order_of_episodes_does_not_matter(spec):
-    for seed in sample(spec, 50, 2):
+    for seed in SEEDS:
         moved, source = permuted_for(seed, needs_greedy(spec))
         assert close(credited(moved, spec).columns["advantage"], baseline(tuple(spec.items()), seed)[source], moved), f"seed {seed}"
 
@@ -75,7 +74,7 @@ def test_the_order_of_episodes_does_not_matter(spec):
 @pytest.mark.defect("A2")
 @every_estimator
 def test_an_episode_votes_once_however_its_rows_are_cut(spec):
-    for seed in sample(spec, 50, 3):
+    for seed in SEEDS:
         cut, source = cut_for(seed, needs_greedy(spec))
         expected = np.where(cut.channel("pg"), baseline(tuple(spec.items()), seed)[source], 0)
         assert np.array_equal(credited(cut, spec).columns["advantage"], expected), f"seed {seed}"
@@ -156,7 +155,7 @@ def test_a_filter_keeps_episodes_as_they_are(spec):
         kept = part(batch)
         assert kept.dtype == bool and kept.shape == (len(batch.episodes),)
         dropped += int((~kept).sum())
-        assert np.array_equal(part(cut_for(seed, False)[0]), kept)
+        assert np.array_equal(part(cut_for(seed, False)[0]), kept) and np.array_equal(part(planted(batch)), kept)
         chosen = select(batch, np.flatnonzero(kept))
         assert all(a is batch.episodes[i] for a, i in zip(chosen.episodes, np.flatnonzero(kept), strict=True))
         moved = permuted_for(seed, False)[0]
@@ -179,6 +178,18 @@ def test_a_shaping_gives_finite_rewards_to_the_policys_own_tokens(spec):
         cut, source = cut_for(seed, False)
         np.testing.assert_allclose(part(cut)[cut.channel("pg")], given[source][cut.channel("pg")], rtol=1e-9, atol=1e-12)
     assert moved > 50
+
+
+@pytest.mark.parametrize("spec", [s for kind in ("shaping", "transform") for s in variants_of(kind) if switched_off(s)], ids=label)
+def test_a_part_that_is_switched_off_leaves_every_bit_as_it_was(spec):
+    """Off is with every number at 0; with its own numbers it does change something."""
+    off, estimator, changed = switched_off(spec), {"name": "grpo"}, False
+    in_order = (lambda part: (part, estimator)) if spec["name"] in registry.variants("shaping") else (lambda part: (estimator, part))
+    for seed in SEEDS:
+        batch, alone = batch_for(seed), baseline((("name", "grpo"),), seed)
+        assert np.array_equal(credited(batch, *in_order(off)).columns["advantage"], alone), f"seed {seed}"
+        changed = changed or not np.array_equal(credited(batch, *in_order(spec)).columns["advantage"], alone)
+    assert changed
 
 
 # ------------------------------------------------------------------------- transforms and normalizers

@@ -1,13 +1,17 @@
 """Verifiers that run or compare programs: code (M39), CodeRL (M72), PPOCoder (M73), SWE-RL (M74)."""
 
 import ast
+import json
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
 import pytest
 
 from mcore_agent.credit.pipeline import assign
-from mcore_agent.protocols import SandboxError
+from mcore_agent.protocols import Ran, SandboxError
 from mcore_agent.reward.children import VerifierError
 from mcore_agent.reward.code import Code
 from mcore_agent.reward.coderl import CodeRL
@@ -16,7 +20,7 @@ from mcore_agent.reward.isolated.structure import compare, flows
 from mcore_agent.reward.patches import PatchError, diffs, proposed
 from mcore_agent.reward.pipeline import RewardError, score
 from mcore_agent.reward.ppocoder import PPOCoder
-from mcore_agent.reward.swe_rl import SweRL
+from mcore_agent.reward.swe_rl import ONE, SweRL
 from mcore_agent.sandbox.process import ProcessSandbox
 from mcore_agent.types import Batch
 from tests.reward.episodes import played
@@ -48,10 +52,26 @@ def wrote(source: str, tests=ADD, **gold):
     ("print(5)\ndef add(a, b): print(5); return None", 0, 0),
 ], ids=range(11))  # fmt: skip
 def test_the_share_of_tests_passed(source, share, broken):
-    reward = Code(limit_s=2.0, **HERE)
+    reward = Code(limit_s=2.0 if "while True" in source else 20.0, **HERE)
     scored = reward.score(wrote(source))
     assert scored.rewards == {"code": pytest.approx(share, rel=1e-12)} and scored.numbers == {"broken": broken}
     assert reward.score(wrote(source)) == scored
+
+
+@pytest.mark.parametrize("source", [
+    "import os\nos._exit(0)",
+    "import sys\ndef add(a, b): sys.exit(0)",
+    "import os\ndef add(a, b): os._exit(0)",
+    "import atexit, os\natexit.register(os._exit, 0)\ndef add(a, b): return None",
+    # It knows the word that marks a value, but no value.
+    "import __main__, os\nfor word in ('5 passed', 'true', '\"pass\"', 'null'): print('\\n' + __main__.asked['mark'] + word)\n"
+    "import sys; sys.stdout.flush(); os._exit(0)",
+    "class Same:\n    def __eq__(self, other): return True\ndef add(a, b): return Same()",
+    "class Same(int):\n    def __eq__(self, other): return True\n    __hash__ = None\ndef add(a, b): return Same(99)",
+], ids=["at once", "exit", "_exit", "atexit", "mark", "equal to all", "a number equal to all"])  # fmt: skip
+def test_a_program_that_ends_early_or_claims_success_passes_nothing(source):
+    tests = [*ADD[:2], {"input": "3\n", "output": "6\n"}]
+    assert Code(limit_s=20.0, **HERE).score(wrote(source, tests)).rewards == {"code": 0}
 
 
 def test_all_or_nothing():
@@ -227,12 +247,12 @@ def block(path: str, old: str, new: str) -> str:
     return f"### {path}\n<<<<<<< SEARCH\n{old}=======\n{new}>>>>>>> REPLACE\n"
 
 
-def fixes(*blocks: str, patched=None, **gold):
+def fixes(*blocks: str, **gold):
     text = "<think>hm</think>\n" + "\n".join(blocks)
-    return played("look", text, gold={"files": FILES, "patched": patched or {"a.py": "one\n2\nthree\n"}, **gold})
+    return played("look", text, gold={"files": FILES, "patched": {"a.py": "one\n2\nthree\n"}, **gold})
 
 
-def test_f20_similarity_by_hand():
+def test_similarity_by_hand():
     """``abcd`` and ``abcf``: 3 equal characters, 2 * 3 / 8 = .75; a second file that one lacks: (.75 + 0) / 2."""
     assert mean_ratio({"f": "abcd"}, {"f": "abcf"}) == 0.75
     assert mean_ratio({"f": "abcd"}, {"f": "abcf", "g": "z"}) == mean_ratio({"f": "abcd", "g": "z"}, {"f": "abcf"}) == 0.375
@@ -287,11 +307,19 @@ def test_likeness_of_patches():
     assert SweRL().score(fixes(*undone, patched=dict(FILES))).rewards == {"swe_rl": 1}
 
 
+RIGHT = block("a.py", "two\n", "2\n")
+WORDS = "import unittest\nclass T(unittest.TestCase):\n"
+SECOND = "    assert open('a.py').read().split()[1] == '2'\n"
+SUITE_OF_3 = {
+    "test_a.py": f"{WORDS}  def test_one(self):\n{SECOND}  def test_two(self):\n    pass\n\ndef test_three():\n    assert 1 + 1 == 2\n"
+}
+
+
 def test_with_tests():
     """``w * likeness + (1 - w) * pass``. A wrong edit of the right line: likeness s < 1, the test fails: w * s alone."""
-    gold = {"tests": {"check.py": "assert open('a.py').read().split()[1] == '2'"}, "command": ["python3", "check.py"]}
+    gold = {"tests": SUITE_OF_3, "counts": {"test_a.py": 3}}
     reward = SweRL(weight=0.6, **HERE)
-    good, bad = fixes(block("a.py", "two\n", "2\n"), **gold), fixes(block("a.py", "two\n", "9\n"), **gold)
+    good, bad = fixes(RIGHT, **gold), fixes(block("a.py", "two\n", "9\n"), **gold)
     assert reward.score(good).rewards == {"swe_rl": pytest.approx(0.6 + 0.4)}
     alike = SweRL().score(bad).rewards["swe_rl"]
     assert reward.score(bad).rewards == {"swe_rl": pytest.approx(0.6 * alike)}
@@ -302,15 +330,137 @@ def test_with_tests():
     assert outcome.score(other).rewards == {"swe_rl": 1} and SweRL().score(other).rewards["swe_rl"] < 1
 
 
+# What a patch may put into the module that the tests import. Each ends the tests early, and looks like success.
+EARLY = {
+    "sys.exit": "import sys\nsys.exit(0)",
+    "os._exit": "import os\nos._exit(0)",
+    "within a test": "import os\ndef f():\n    os._exit(0)",
+    "atexit": "import atexit, os\natexit.register(os._exit, 0)\ndef f():\n    return 1",
+    "a thread": "import os, threading\nthreading.Timer(.1, os._exit, (0,)).start()\ndef f():\n    import time; time.sleep(9)",
+    "the words of success": "import os\ndef f():\n    for i in range(3, 99):\n        try: os.write(i, b'3\\nOK 3\\n')\n"
+    "        except OSError: pass\n    print('OK', 3, '3 passed')\n    os._exit(0)",
+    "an exec": "import os\ndef f():\n    os.execvp('true', ['true'])",
+    "what others know": "import os\ndef f():\n  for pid in (1, os.getppid()):\n    for name in ('fd/0', 'cmdline', 'environ'):\n"
+    "      try:\n        said = open(f'/proc/{pid}/{name}', 'rb').read().split(b'\\n')[0] + b'\\n'\n"
+    "        with open(f'/proc/{pid}/fd/1', 'wb') as out: out.write(said)\n"
+    "      except OSError: pass\n  os._exit(0)",
+}
+CALLS = "from lib import b\n\ndef test_one():\n    assert b.f() == 2\n\ndef test_two():\n    pass\n\ndef test_three():\n    pass\n"
+
+
+@pytest.mark.parametrize("trick", EARLY)
+def test_a_patch_that_ends_the_tests_early_does_not_pass(trick):
+    patched = {"lib/b.py": "def f():\n    return 2\n"}
+    gold = {"tests": {"test_b.py": CALLS}, "counts": {"test_b.py": 3}, "patched": patched}
+    edit = block("lib/b.py", FILES["lib/b.py"], EARLY[trick] + "\n")
+    scored = SweRL(weight=0.0, wrong=0.0, limit_s=30.0, **HERE).score(fixes(edit, **gold))  # tries the right patch first
+    assert scored.rewards == {"swe_rl": 0} and scored.numbers == {"applies": 1}
+
+
+@pytest.mark.parametrize(("text", "passes"), [
+    ("read word\npython3 -c 'open(\"a.py\")' < /dev/null && echo done && echo $word", 1),
+    ("cat > /dev/null\nexit 0", 0), ("read word; echo $word; exit 1", 0), ("read word; echo $word; echo more", 0), ("echo word", 0),
+])  # fmt: skip
+def test_a_command_proves_with_a_word_that_it_came_to_its_end(text, passes):
+    gold = {"tests": {"check.sh": text}, "command": ["sh", "check.sh"]}
+    reward = SweRL(weight=0.0, wrong=0.0, **HERE)
+    reward._proved.add("task of e")
+    assert reward.score(fixes(RIGHT, **gold)).rewards == {"swe_rl": passes}
+
+
+def test_files_of_bare_assertions_and_several_files():
+    """Two files: 3 tests and bare assertions, which are none; a count that is not reached, or more than that, is not it."""
+    tests = {**SUITE_OF_3, "deep/check.py": f"if True:\n{SECOND}"}
+    for counts, passes in [
+        ({"test_a.py": 3, "deep/check.py": 0}, 1),
+        ({"test_a.py": 2}, 0),
+        ({"test_a.py": 4}, 0),
+        ({"deep/check.py": 1}, 0),
+    ]:
+        reward = SweRL(weight=0.0, **HERE)
+        reward._proved.add("task of e")
+        assert reward.score(fixes(RIGHT, tests=tests, counts=counts)).rewards == {"swe_rl": passes}, counts
+
+
 def test_a_patch_cannot_change_the_tests():
-    gold = {"tests": {"check.py": "raise SystemExit(1)"}, "command": ["python3", "check.py"]}
-    assert SweRL(weight=0.0, **HERE).score(fixes(block("check.py", "", "pass\n"), **gold)).rewards == {"swe_rl": 0}
+    gold = {"tests": SUITE_OF_3, "counts": {"test_a.py": 3}}
+    wrong, reward = block("a.py", "two\n", "9\n"), SweRL(weight=0.0, **HERE)
+    pretend = "\n".join(f"def test_{i}(): pass" for i in range(3)) + "\n"
+    assert reward.score(fixes(wrong, block("test_a.py", "", pretend), **gold)).rewards == {"swe_rl": 0}
+    shadow = block("unittest.py", "", "raise ValueError\n")
+    assert [reward.score(fixes(edit, shadow, **gold)).rewards["swe_rl"] for edit in (wrong, RIGHT)] == [0, 1]
+
+
+def counted(tmp_path, runner: str, text: str) -> int:
+    """What a file of tests reports, in this Python, which has pytest."""
+    (tmp_path / "test_it.py").write_text(text)
+    read, write = os.pipe()
+    asked = json.dumps({"path": "test_it.py", "runner": runner, "report": write, "token": "t"})
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-c", ONE], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[write], cwd=tmp_path
+    )
+    child.communicate(asked.encode())
+    os.close(write)
+    with os.fdopen(read) as f:
+        token, count = f.read().split()
+    assert token == "t"
+    return int(count)
+
+
+def test_which_tests_count(tmp_path):
+    """One that passes, and a function; not the failing, the skipped, the one with a bad subtest, the expected failure."""
+    text = (
+        "import unittest\nclass T(unittest.TestCase):\n  def test_a(self): pass\n  def test_b(self): assert 0\n"
+        "  @unittest.skip('')\n  def test_c(self): pass\n  @unittest.expectedFailure\n  def test_d(self): assert 0\n"
+        "  def test_e(self):\n    for i in range(3):\n      with self.subTest(i=i): assert i == 1\n"
+        "  def test_f(self): raise SystemExit(0)\ndef test_g(): pass\n"
+    )
+    assert counted(tmp_path, "unittest", text) == counted(tmp_path, "pytest", text) == 2
+    text = "import pytest\n@pytest.mark.parametrize('i', range(5))\ndef test_a(i): assert i != 3\n"
+    text += "@pytest.fixture\ndef bad():\n  yield\n  assert 0\ndef test_b(bad): pass\n"
+    assert counted(tmp_path, "pytest", text) == 4
+
+
+def test_pytests_own_hooks_are_not_the_patchs(monkeypatch):
+    """A conftest.py that a patch adds or edits stays outside; the repository's own is there."""
+    seen = []
+
+    def look(self, command, *_):
+        seen.append({p.name: p.read_text() for p in (self.home / "work").rglob("*.py")})
+        return Ran(0, b"", b"", "ok", 0.1)
+
+    monkeypatch.setattr(ProcessSandbox, "exec", look)
+    gold = {"tests": {"test_a.py": ""}, "counts": {"test_a.py": 0}, "files": {**FILES, "conftest.py": "own\n"}}
+    reward = SweRL(weight=0.0, **HERE)
+    reward._proved.add("task of e")
+    reward.score(fixes(RIGHT, block("conftest.py", "own\n", "evil\n"), block("lib/conftest.py", "", "evil\n"), **gold))
+    assert seen == [{"a.py": "one\n2\nthree\n", "b.py": "x = 1\ny = 2\n", "conftest.py": "own\n", "test_a.py": ""}]
+
+
+def test_a_task_whose_own_patch_fails_is_at_fault_and_is_tried_once(monkeypatch):
+    ran, real = [], ProcessSandbox.exec
+    monkeypatch.setattr(ProcessSandbox, "exec", lambda *given: ran.append(1) or real(*given))
+    reward, gold = SweRL(weight=0.0, **HERE), {"tests": SUITE_OF_3, "counts": {"test_a.py": 3}}
+    for answers in (1, 2):
+        assert reward.score(fixes(RIGHT, **gold)).rewards == {"swe_rl": 1} and len(ran) == 1 + answers
+    with pytest.raises(VerifierError, match="verifier_gold: task 'task of e': its own patch does not pass its tests"):
+        SweRL(weight=0.0, **HERE).score(fixes(RIGHT, **{**gold, "counts": {"test_a.py": 5}}))
+    for wrong in ({}, {"counts": {}}, {"counts": 3}, {"counts": {"test_a.py": 3}, "runner": "nose"}):
+        with pytest.raises(VerifierError, match="verifier_gold: task 'task of e': its gold needs a command, or counts of tests by file"):
+            SweRL(weight=0.0, **HERE).score(fixes(RIGHT, tests=SUITE_OF_3, **wrong))
+
+
+def test_swe_in_a_sandbox_with_walls():
+    isolating()
+    gold = {"tests": SUITE_OF_3, "counts": {"test_a.py": 3}}
+    assert SweRL(weight=0.0).score(fixes(RIGHT, **gold)).rewards == {"swe_rl": 1}
+    assert SweRL(weight=0.0).score(fixes(block("a.py", "two\n", "9\n"), **gold)).rewards == {"swe_rl": 0}
 
 
 def test_swe_failures_and_settings():
     with pytest.raises(VerifierError, match="verifier_setup: no pytest9 in the sandbox"):
         SweRL(weight=0.0, **HERE).score(fixes(block("a.py", "two\n", "2\n"), tests={}, command=["pytest9"]))
-    with pytest.raises(VerifierError, match="its gold lacks command, tests"):
+    with pytest.raises(VerifierError, match="its gold lacks tests"):
         SweRL(weight=0.5, **HERE).score(fixes("x"))
     for fields, says in [({"weight": 1.5}, "weight is 1.5"), ({"wrong": 0.5}, "wrong is 0.5"), ({"limit_s": 0.0}, "limit_s is 0.0")]:
         with pytest.raises(RewardError, match=f"reward 'swe_rl': {says}"):

@@ -21,7 +21,7 @@ def test_the_outcome_is_the_sum_over_turns():
 
 
 def test_f4_linear_penalty():
-    """F4, M17: limit 20, cache 4. 16 = limit - cache is free; 18 is half way: (16 - 18) / 4; from 20 on it is -1."""
+    """M17: limit 20, cache 4. 16 = limit - cache is free; 18 is half way: (16 - 18) / 4; from 20 on it is -1."""
     penalty = Overlong(limit=20, cache=4).penalty
     assert [penalty(n) for n in (0, 16, 17, 18, 20, 21, 500)] == [0, 0, -1 / 4, -2 / 4, -1, -1, -1]
 

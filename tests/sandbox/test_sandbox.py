@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from tests.sandbox.walls import isolating
 
 BUSY_S = 1.0  # after a time limit everything is gone
 TIGHT = ExecLimits(wall_s=3.0, memory_bytes=150 << 20, output_bytes=3000, file_bytes=5000, processes=13)
+PATIENT = replace(TIGHT, wall_s=30.0)
 
 
 @pytest.fixture(params=sorted(BACKENDS))
@@ -107,25 +110,83 @@ def test_the_environment_of_whoever_runs_it_stays_outside(box, monkeypatch):
     ("print('y' * 3001, end='')", "output"),
 ], ids=["loop", "sleep", "10 GB", "fork bomb", "fork bomb of sessions", "flood", "one byte too much"])  # fmt: skip
 def test_each_limit_ends_a_command_in_time_and_is_named(box, text, reason):
-    """3 s is the time limit: everything is over before 4 s, and nothing of it is alive."""
-    mark = f"# {os.urandom(6).hex()}"
-    ran = box.exec(python(f"{text}\n{mark}"), TIGHT)
-    assert ran.reason == reason and ran.wall_s < TIGHT.wall_s + BUSY_S
-    assert len(ran.stdout) <= 3000
-    assert not marked(mark)
+    """3 s is the time limit: everything is over before 4 s, and nothing of it is alive. A machine with more to do than it has cores
+    may come too late to the 1 s, but not three times."""
+    for _ in range(3):
+        mark = f"# {os.urandom(6).hex()}"
+        ran = box.exec(python(f"{text}\n{mark}"), TIGHT)
+        assert ran.reason in (reason, "timeout") and len(ran.stdout) <= 3000
+        assert not marked(mark)
+        if ran.reason == reason and ran.wall_s < TIGHT.wall_s + BUSY_S:
+            break
+    else:
+        pytest.fail(f"{ran.reason} after {ran.wall_s:.2f} s")
     assert box.exec(["echo", "fine"]).stdout == b"fine\n"
+
+
+def test_the_kernel_itself_bounds_the_number_of_processes(box):
+    """2 * 13 + 16 = 42: what the watch of 13 processes might miss. Without users and namespaces of their own, that many more."""
+    read = "import resource; print(*resource.getrlimit(resource.RLIMIT_NPROC))"
+    ran = box.exec(python(read), PATIENT)
+    assert ran.reason == "ok", ran
+    soft, hard = map(int, ran.stdout.split())
+    assert soft == hard
+    if os.geteuid() == 0 or "processes" in box.isolates:
+        assert soft == 42
+    else:
+        assert 42 < soft <= 42 + 1000, "beside the threads of this user"
+
+
+def test_threads_count_too(box):
+    """The watch counts processes, so that only the kernel stops 300 threads. Some of the 42 are the sandbox's own."""
+    if os.geteuid() != 0 and "processes" not in box.isolates:
+        pytest.skip("threads that this user ends meanwhile would leave room for more")
+    start = "threading.Thread(target=time.sleep, args=(1,), daemon=True).start()"
+    text = f"import threading, time\nn = 0\ntry:\n  while n < 300:\n    {start}\n    n += 1\nexcept RuntimeError: print(n)"
+    ran = box.exec(python(text), PATIENT)
+    assert ran.reason == "ok", ran
+    assert 35 < int(ran.stdout) <= 42
+
+
+def test_what_its_user_runs_elsewhere_takes_nothing_from_a_sandbox(box):
+    """42 threads here, and a sandbox that may have 42 still starts 20."""
+    go = threading.Event()
+    threads = [threading.Thread(target=go.wait) for _ in range(42)]
+    for thread in threads:
+        thread.start()
+    text = "import threading, time\nfor _ in range(20): threading.Thread(target=time.sleep, args=(.2,)).start()\nprint('all')"
+    try:
+        assert box.exec(python(text), PATIENT).stdout == b"all\n"
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_kernel_that_cannot_count_them_apart_is_refused(monkeypatch):
+    """Root gives each sandbox a user of its own, and needs no such kernel."""
+    isolating()
+    probe.cache_clear()
+    monkeypatch.setattr("mcore_agent.sandbox.bubblewrap.os.uname", lambda: SimpleNamespace(release="5.13.0-1-generic"))
+    monkeypatch.setattr("mcore_agent.sandbox.bubblewrap.os.geteuid", lambda: 1000)
+    with pytest.raises(NoBubblewrap, match=r"Linux 5.13.0-1-generic counts .*: use Linux 5.14 or later, run as root, or name the sandbox"):
+        probe()
+    monkeypatch.undo()
+    probe.cache_clear()
+    probe()
 
 
 def test_shared_memory_is_counted_once(box):
     """60 MB in five processes that share it are 60 MB, not 300: under a limit of 150."""
     text = "import os, time\nx = b'1' * (60 << 20)\nfor _ in range(4):\n  if os.fork() == 0: break\ntime.sleep(1)"
-    assert box.exec(python(text), TIGHT).reason == "ok"
+    ran = box.exec(python(text), PATIENT)
+    assert ran.reason == "ok", ran
 
 
 def test_the_memory_of_several_processes_is_added(box):
     """Four times 60 MB of their own are above 150."""
-    text = "import os, time\nfor _ in range(4):\n  if os.fork() == 0:\n    x = b'1' * (60 << 20)\n    time.sleep(9)\ntime.sleep(9)"
-    assert box.exec(python(text), TIGHT).reason == "memory"
+    text = "import os, time\nfor _ in range(4):\n  if os.fork() == 0:\n    x = b'1' * (60 << 20)\n    time.sleep(99)\ntime.sleep(99)"
+    assert box.exec(python(text), PATIENT).reason == "memory"
 
 
 def test_a_file_stays_below_its_limit(box):
@@ -146,8 +207,8 @@ def test_what_a_command_leaves_running_ends_with_it(box):
     """Also what left its session and its parent, as a daemon does."""
     mark = f"# {os.urandom(6).hex()}"
     left = f"import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0: time.sleep(500)\n  os._exit(0)\nprint('done')\n{mark}"
-    ran = box.exec(python(left), TIGHT)
-    assert (ran.reason, ran.stdout) == ("ok", b"done\n") and ran.wall_s < 2.5
+    ran = box.exec(python(left), PATIENT)
+    assert (ran.reason, ran.stdout) == ("ok", b"done\n") and ran.wall_s < 20
     assert not marked(mark)
 
 

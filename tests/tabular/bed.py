@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from mcore_agent.batch.select import select
-from mcore_agent.credit.gae import step_rewards
 from mcore_agent.credit.pipeline import Pipeline
+from mcore_agent.credit.stretches import step_rewards
 from mcore_agent.types import GREEDY, Batch, Episode, Feedback, Row, Segment, Task, Turn, View
 from tests.tabular.worlds import World
 

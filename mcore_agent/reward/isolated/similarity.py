@@ -1,4 +1,4 @@
-"""How alike two sets of texts are (SWE-RL, 2502.18449 sec. 2.2)."""
+"""How alike two sets of texts are (M74; SWE-RL, 2502.18449 sec. 2.2)."""
 
 from difflib import SequenceMatcher
 

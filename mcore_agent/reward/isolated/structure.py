@@ -1,4 +1,4 @@
-"""How much of a Python program's structure another one has: syntax trees and data flow (PPOCoder, 2301.13816 sec. 3.2.2)."""
+"""How much of a Python program's structure another one has: syntax trees and data flow (M73; PPOCoder, 2301.13816 sec. 3.2.2)."""
 
 import ast
 from collections import Counter
