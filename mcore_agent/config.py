@@ -76,8 +76,7 @@ class LearnerConfig:
     recompute: str = key("off", "activations that backward computes again", choices=("off", "selective", "full"))
     dispatcher: str = key("alltoall", "how tokens travel to experts", choices=("alltoall", "allgather"))
     grouped_gemm: str = key("auto", "experts of a layer as one product; auto: where it can (GPU, bf16)", choices=("auto", "on", "off"))
-    routing_replay: str = key("off", "experts that training uses: its own; those of the weights before the first mini-batch; the engine's",
-                              choices=("off", "old", "rollout"))  # fmt: skip
+    routing_replay: str = key("off", "training's experts: its own; those before the batch; the engine's", choices=("off", "old", "rollout"))
     aux_loss: float = key(0.0, "weight of the routers' load-balancing loss; 0: off", low=0)
     z_loss: float = key(0.0, "weight of the routers' z loss; 0: off", low=0)
     backend: str = key("auto", "communication", choices=("auto", "gloo", "nccl"))
@@ -111,8 +110,7 @@ class RolloutConfig:
     placement: str = key("colocated", "engine and learner take turns, or each has its own devices", choices=("colocated", "separate"))
     max_lag: int = key(0, "weight versions (one per batch) that a token may be behind when it is learned from; 0: on-policy", low=0)
     over_sample: float = key(0.0, "further groups that each step starts, in parts of rollout.prompts; the first to end are taken", low=0)
-    fp8: str = key("off", "weights that the engine gets; blockwise: projections in FP8 with a scale for each 128 x 128 block (GPU)",
-                   choices=("off", "blockwise"))  # fmt: skip
+    fp8: str = key("off", "of engine weights; blockwise: projections, with a scale per 128 x 128 block (GPU)", choices=("off", "blockwise"))
     draft_low: int = key(4, "engines that draft do so from this many running requests down", low=0)
     draft_high: int = key(16, "and stop from this many up; above draft_low", low=1)
     stall_s: float = key(60.0, "seconds without a token after which an engine counts as frozen; above 0", harmless=True)
@@ -140,6 +138,11 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    path: str = key("", "Hugging Face folder of the model that loss terms distill from; with the policy's tokenizer")
+
+
+@dataclass(frozen=True)
 class BatchConfig:
     token_budget: int = key(8192, "tokens per micro-batch; a longer row gets one of its own", low=1)
     minibatches: int = key(1, "optimizer steps per collected batch", low=1)
@@ -149,8 +152,7 @@ class BatchConfig:
 class CorrectionConfig:
     """How much a sampled token counts when other weights, or another engine's arithmetic, have sampled it."""
 
-    treatment: str = key("auto", "of w = learner's / engine's probability; auto: truncate where they are known to differ",
-                         choices=("auto", "off", "truncate", "clip", "mask"))  # fmt: skip
+    treatment: str = key("auto", "of w = learner's / engine's; auto: truncate or off", choices=("auto", "off", "truncate", "clip", "mask"))
     level: str = key("token", "whose w: the token's, the episode's, or its mean per token", choices=("token", "sequence", "geometric"))
     low: float = key(0.0, "clip, mask: lower end of the band; at most 1", low=0)
     high: float = key(2.0, "upper end of the band; at least 1", low=1)
@@ -189,6 +191,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -234,11 +237,11 @@ def load_config(recipe: str | Path, words: Sequence[str] = (), overlays: Sequenc
         config: Config = OmegaConf.to_object(merged)  # type: ignore[assignment]
     except oc_errors.OmegaConfBaseException as e:
         raise ConfigError("recipe", str(recipe), _first_line(e), "Give the key a value") from e
-    from mcore_agent.config_rules import check_rules
+    from mcore_agent.config_losses import check_all
 
     config = _switches(config)
     _check_fields(config, "")
-    check_rules(config, gpu)
+    check_all(config, gpu)
     return config
 
 

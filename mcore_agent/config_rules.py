@@ -3,16 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, is_mcore, read_meta
 from mcore_agent.config import Config, ConfigError
 from mcore_agent.credit.pipeline import Pipeline, kind_of
 from mcore_agent.layout import LayoutError
-from mcore_agent.loss.common import LossError
-from mcore_agent.loss.correction import Correction, automatic, correct, uncorrected
-from mcore_agent.loss.derived import derive
 from mcore_agent.precision import (
     Machine,
     PrecisionSpec,
@@ -26,14 +21,11 @@ from mcore_agent.precision import (
 )
 from mcore_agent.registry import RegistryError, check, create, get
 from mcore_agent.reward.pipeline import make, make_all
-from mcore_agent.types import Batch
 
 NOTHING = "Nothing was started"
 MOST = 1 << 20  # episodes that may be begun before the first batch
 # Arguments of engines that follow from other keys.
 GIVEN = frozenset({"name", "hf_config", "dtype", "max_batch", "tp", "gpus", "folder", "address"})
-# Columns of a batch and outputs of a model that an rl stage gives to loss terms.
-PROVIDED = frozenset({"advantage", "logp_old", "logp_prox", "logp_ref", "entropy", "log_sum", "value", "values", "returns"})
 # Keys of the learner that only some optimizers read.
 READ_BY = {
     "betas": ("adamw", "muon"),
@@ -46,7 +38,7 @@ READ_BY = {
 }
 
 
-def _value(c: Config, name: str) -> Any:
+def value_of(c: Config, name: str) -> Any:
     """What the configuration holds under ``section.key``."""
     section, _, leaf = name.partition(".")
     return c.to_dict()[section].get(leaf, "")
@@ -54,14 +46,13 @@ def _value(c: Config, name: str) -> Any:
 
 def check_rules(config: Config, gpu: str | None = None) -> None:
     """Raises ConfigError for the first rule that the configuration breaks, here or on a machine with ``gpu``."""
-    for rule in (_model, _variants, _engine, _sampling, _layout, _optimizer, _stages, _losses, _critic):
+    for rule in (_model, _variants, _engine, _sampling, _layout, _optimizer, _stages):
         rule(config)
     _engine_options(config, gpu)
     if gpu is None:
         _hardware(config)
     _family(config)
     _fill(config)
-    _correction(config)
     _precision(config, gpu)
 
 
@@ -176,14 +167,14 @@ def _layout(c: Config) -> None:
     try:
         _ = c.layout
     except LayoutError as e:
-        raise ConfigError(e.key, _value(c, e.key), e.reason, NOTHING) from e
+        raise ConfigError(e.key, value_of(c, e.key), e.reason, NOTHING) from e
 
 
 def _optimizer(c: Config) -> None:
     name = c.learner.optimizer
     for key, users in READ_BY.items():
         if name not in users:
-            _unused(c, f"{name} does not read it", f"learner.{key}", way_out=f"Leave the key out, or use {' or '.join(users)}")
+            unused(c, f"{name} does not read it", f"learner.{key}", way_out=f"Leave the key out, or use {' or '.join(users)}")
     if len(c.learner.betas) != 2 or not all(0 <= b < 1 for b in c.learner.betas):
         raise ConfigError("learner.betas", c.learner.betas, "not two numbers in [0, 1)", "For example [0.9, 0.95]")
     if c.learner.eps == 0:
@@ -203,58 +194,11 @@ def _stages(c: Config) -> None:
             raise ConfigError("loss", [], "an rl stage has no loss", "For example loss: [{name: ppo_clip}]")
 
 
-def _losses(c: Config) -> None:
-    """A term must find its tokens and its columns in an rl stage."""
-    nothing = Batch((), {name: np.zeros(0) for name in PROVIDED})
-    for i, spec in enumerate(c.loss):
-        term = create("loss", spec)
-        if term.channel != "pg":
-            raise ConfigError(f"loss[{i}]", spec, f"learns from the channel {term.channel!r}, in which an rl stage has no token",
-                              "Remove the term")  # fmt: skip
-        try:
-            found = PROVIDED | derive(nothing, [term]).columns.keys()
-        except LossError as e:
-            raise ConfigError(f"loss[{i}]", spec, str(e), "No stage of a run provides it; remove the term") from e
-        if missing := [name for name in term.needs if name not in found]:
-            raise ConfigError(f"loss[{i}]", spec, f"needs {missing[0]!r}", "No stage of a run provides it; remove the term")
-
-
-def _critic(c: Config) -> None:
-    """The critic serves an estimator: each needs the other."""
-    critic, rl = c.critic, [stage for stage in c.stages if stage.kind == "rl"]
-    estimator = Pipeline(c.credit).estimator
-    name = estimator.registered_name
-    for i, term in enumerate(c.loss):
-        if "value" in create("loss", term).needs:
-            raise ConfigError(f"loss[{i}]", term, "values are learned by the critic's own loss", "Remove it and set critic.mode")
-    if critic.mode == "off":
-        if "values" in estimator.needs:
-            raise ConfigError("critic.mode", "off", f"the estimator {name!r} needs a critic's values",
-                              "Set critic.mode to separate or shared, or choose another estimator")  # fmt: skip
-        _unused(c, "critic.mode is off", *(f"critic.{key}" for key in ("lr", "coef", "clip", "detach", "warmup")))
-        return
-    if "values" not in estimator.needs or "returns" not in estimator.gives:
-        raise ConfigError("critic.mode", critic.mode, f"the estimator {name!r} has no use for values",
-                          "Choose one that has, for example credit: [{name: gae}], or set critic.mode to off")  # fmt: skip
-    if not rl:
-        raise ConfigError("critic.mode", critic.mode, "there is no rl stage to learn values in", "Set critic.mode to off")
-    if critic.coef == 0:
-        raise ConfigError("critic.coef", 0.0, "the critic would never learn", "Give a value above 0, for example 0.5")
-    if critic.mode == "shared":
-        _unused(c, "the policy's optimizer trains a shared critic", "critic.lr", "critic.warmup")
-    else:
-        _unused(c, "a separate critic has its own backbone", "critic.detach")
-    shortest = min(c.steps(stage) for stage in rl)
-    if critic.warmup >= shortest:
-        raise ConfigError("critic.warmup", critic.warmup, f"an rl stage has {shortest} steps, and would never train its policy",
-                          f"Give at most {shortest - 1}")  # fmt: skip
-
-
-def _unused(c: Config, why: str, *names: str, way_out: str = "Leave the key out") -> None:
+def unused(c: Config, why: str, *names: str, way_out: str = "Leave the key out") -> None:
     """Refuses keys, by full name, that are set although nothing would read them."""
     for name in names:
-        value = _value(c, name)
-        if value != _value(Config(), name):
+        value = value_of(c, name)
+        if value != value_of(Config(), name):
             raise ConfigError(name, value, f"has no effect: {why}", way_out)
 
 
@@ -287,40 +231,6 @@ def _precision(c: Config, gpu: str | None) -> None:
     grouped_gemm(c.learner.grouped_gemm, c.precision.dtype, machine)
     if c.learner.offload:
         check_offload(c.precision.dtype, machine)
-
-
-def correction_of(c: Config) -> Correction | None:
-    """What ``correction`` asks for. Raises LossError for a band that cannot be."""
-    from ckpt_convert.families import family_of
-
-    o = c.correction
-    if o.treatment == "off":
-        return None
-    if o.treatment == "auto":
-        hf = hf_config_of(c)
-        found = automatic(moe=bool(family_of(hf).arch.experts), max_lag=c.rollout.max_lag, quantized=c.rollout.fp8 != "off")
-        return found and Correction(level=o.level, high=o.high)  # type: ignore[arg-type]
-    return Correction(o.treatment, o.level, o.low, o.high)  # type: ignore[arg-type]
-
-
-def _correction(c: Config) -> None:
-    o = c.correction
-    try:
-        correction = correction_of(c)
-    except ValueError as e:
-        raise ConfigError("correction", o.treatment, str(e), "Widen the band") from e
-    if correction is None:
-        _unused(c, "no correction is on", "correction.level", "correction.low", "correction.high")
-    elif correction.treatment == "truncate":
-        _unused(c, "truncate bounds from above only", "correction.low")
-    if not any(stage.kind == "rl" for stage in c.stages):
-        return
-    terms = correct([create("loss", spec) for spec in c.loss], correction)
-    if found := uncorrected([term.needs for term in terms], c.rollout.max_lag):
-        raise ConfigError("correction.treatment", o.treatment, *found)
-    if o.max_age > c.rollout.max_lag:
-        raise ConfigError("correction.max_age", o.max_age, f"no token is older than rollout.max_lag = {c.rollout.max_lag}",
-                          "Lower it or leave it out")  # fmt: skip
 
 
 def hf_config_of(c: Config) -> dict[str, Any]:
@@ -359,10 +269,10 @@ def _family(c: Config) -> None:
     try:
         layout.check_experts(family.arch.experts)
     except LayoutError as e:
-        raise ConfigError(e.key, _value(c, e.key), e.reason, NOTHING) from e
+        raise ConfigError(e.key, value_of(c, e.key), e.reason, NOTHING) from e
     for name, default in (("dispatcher", "alltoall"), ("grouped_gemm", "auto"), ("aux_loss", 0.0), ("z_loss", 0.0),
                           ("routing_replay", "off")):  # fmt: skip
-        value = _value(c, f"learner.{name}")
+        value = value_of(c, f"learner.{name}")
         if value != default and not family.arch.experts:
             raise ConfigError(f"learner.{name}", value, "the model has no experts", "Leave the key out")
     longest = hf.get("max_position_embeddings", c.rollout.max_tokens)
@@ -381,20 +291,20 @@ def _fill(c: Config) -> None:
 
 
 def check_model(c: Config) -> None:
-    """Holds the files of ``model.path`` against what its config implies, without reading the tensors.
+    """Holds the files of ``model.path`` and ``teacher.path`` against what their configs imply, without reading the tensors.
 
     Raises ConfigError for a tensor too many, too few or of the wrong shape, and for a file that is cut off or missing.
     """
     from ckpt_convert.families import family_of
+    from ckpt_convert.hfconfig import read_json
     from ckpt_convert.source import SafetensorsSource, check_source
 
-    root = Path(c.model.path)
-    if not c.model.path:
-        return
-    try:
-        if is_mcore(root):
-            read_meta(root)
-        else:
-            check_source(family_of(hf_config_of(c)), SafetensorsSource(root))
-    except ConvertError as e:
-        raise ConfigError("model.path", c.model.path, str(e), NOTHING) from e
+    for name, path in (("model.path", c.model.path), ("teacher.path", c.teacher.path)):
+        root = Path(path)
+        try:
+            if path and is_mcore(root):
+                read_meta(root)
+            elif path:
+                check_source(family_of(read_json(root / "config.json")), SafetensorsSource(root))
+        except ConvertError as e:
+            raise ConfigError(name, path, str(e), NOTHING) from e

@@ -16,6 +16,7 @@ from mcore_agent.agent.tokenizer import contents, load_tokenizer, save_tokenizer
 from mcore_agent.batch.age import limit_age
 from mcore_agent.batch.correction import weigh
 from mcore_agent.batch.microbatch import Plan
+from mcore_agent.batch.pairs import marked
 from mcore_agent.batch.plan import gather, split, to_column
 from mcore_agent.batch.rowset import experts_of, rowset
 from mcore_agent.batch.select import minibatches, select, usable
@@ -49,6 +50,7 @@ class Outage(InfraError):
 
 
 Plans = list[tuple[str, Plan]]  # ("train", "critic" or "probe", plan): a probe only compares log-probabilities
+COMPARED = ("logp_old", "mask:pg")  # columns that engine and learner are compared by
 
 
 class Lead:
@@ -207,25 +209,29 @@ class Lead:
             episodes.append(demonstration(task, tokens, mask, f"demo/{step}/{i}"))
         return Batch(tuple(episodes))
 
-    def plans(self, batch: Batch, roles: Mapping[str, list[Any]], kind: str, probe: bool) -> Plans:
-        """What to compute: for each mini-batch one plan per role, and with ``probe`` a look where no training measures the mismatch."""
-        c = self.config
-        if not batch.episodes:
-            return []
-        parts = minibatches(batch, min(c.batch.minibatches, int(batch.by("group").max()) + 1)) if kind == "rl" else [batch]
+    def parts(self, batch: Batch, terms: Sequence[Any], kind: str) -> list[Batch]:
+        """The mini-batches, whole groups each, with the channels that ``terms`` want marked; none of an empty batch."""
+        if not batch.episodes or kind != "rl":
+            return [batch] if batch.episodes else []
+        return minibatches(marked(batch, terms), min(self.config.batch.minibatches, int(batch.by("group").max()) + 1))
+
+    def plans(self, part: Batch, roles: Mapping[str, Sequence[Any]], kind: str, first: bool) -> Plans:
+        """What to compute of a mini-batch: one plan for each role that gets anything from it. The ``first`` of an rl stage is saved."""
         plans: Plans = []
-        for i, part in enumerate(parts):
-            for role, terms in roles.items():
-                rows = rowset(derive(part, terms), terms)
-                if kind == "rl" and role == "train" and i == 0:
-                    rows.save(self.folder / "batch.npz")
-                plan = split(rows, c.batch.token_budget, c.learner.dp)
-                if not plan.empty:
-                    plans.append((role, plan))
-        if probe and (len(parts) > 1 or "train" not in dict(plans)):
-            rows = rowset(batch, columns=("logp_old", "mask:pg"))
-            plans.insert(0, ("probe", split(rows, c.batch.token_budget, c.learner.dp)))
+        for role, terms in roles.items():
+            compared = COMPARED if kind == "rl" and role == "train" else ()
+            rows = rowset(derive(part, terms), terms, compared)
+            if compared and first:
+                rows.save(self.folder / "batch.npz")
+            plan = split(rows, self.config.batch.token_budget, self.config.learner.dp)
+            if not plan.empty:
+                plans.append((role, plan))
         return plans
+
+    def probe(self, batch: Batch) -> Plans:
+        """A look at all rows, where no training measures the mismatch."""
+        rows = rowset(batch, columns=COMPARED)
+        return [("probe", split(rows, self.config.batch.token_budget, self.config.learner.dp))]
 
     def whole_plan(self, batch: Batch) -> Plan:
         """All rows of the batch, for a pass that only looks."""

@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +36,8 @@ from mcore_agent.weights.export import export
 
 log = logging.getLogger(__name__)
 LIVES = 3  # times that engines may die of one and the same publish
-Parts = list[tuple[str, list[MicroBatch]]]  # ("train", "critic" or "probe", this rank's micro-batches)
+Part = tuple[str, list[MicroBatch]]  # ("train", "critic" or "probe", this rank's micro-batches)
+Parts = Iterable[Part]
 
 
 def optimizer_of(c: Config) -> OptimSpec:
@@ -168,7 +169,7 @@ class Policy:
             found |= {i: out["logp"] for i, out in zip(asked or (), scored or (), strict=True)}
         return [found[i] for i in range(len(views))] if views is not None else []
 
-    def deal(self, plans: list[tuple[str, Plan]] | None) -> Parts:
+    def deal(self, plans: list[tuple[str, Plan]] | None) -> list[Part]:
         """Each data-parallel rank gets its micro-batches from rank 0, which alone has ``plans``."""
         dealt = None
         if plans is not None:
@@ -181,7 +182,8 @@ class Policy:
         return self.serving.slicer.fire("update", learner, micro, terms, lr)
 
     def update(self, parts: Parts, terms: Sequence[LossTerm], lr: float, compare: bool, numbers: dict[str, Any]) -> None:
-        """An optimizer step for each training part. ``compare``: measures engine against learner on sampled tokens."""
+        """An optimizer step for each training part, before the next is taken. ``compare``: measures engine against learner on
+        sampled tokens."""
         gap: Drift | None = None
         stats: list[StepStats] = []
         passes_s = 0.0

@@ -16,16 +16,18 @@ from ckpt_convert.errors import ConvertError
 from ckpt_convert.mcore_folder import HF, read_meta
 from mcore_agent.batch.microbatch import Plan
 from mcore_agent.config import Config, ConfigError, StageConfig
-from mcore_agent.config_rules import correction_of
+from mcore_agent.config_losses import correction_of
 from mcore_agent.coordinator import Remote
 from mcore_agent.credit.pipeline import Pipeline
 from mcore_agent.critic import critic_of
 from mcore_agent.lead import Lead
 from mcore_agent.learner.checkpoint import CheckpointError, Writing, all_done
 from mcore_agent.loss.correction import correct
-from mcore_agent.policy import Parts, Policy
+from mcore_agent.loss.derived import NOW, fresh
+from mcore_agent.policy import Part, Parts, Policy
 from mcore_agent.registry import create
 from mcore_agent.state import Checkpoints, StateError, StateStore
+from mcore_agent.teacher import teacher_of
 from mcore_agent.types import Batch, Episode
 
 LEAVE_S = 1.0  # how long an interrupted run waits for its writer; ranks are killed after processes.GRACE_S
@@ -90,7 +92,10 @@ class Session:
         self.critic = critic_of(config, self.policy)
         self.correction = correction_of(config)
         self.pipeline = Pipeline(config.credit)
+        self.teacher = teacher_of(config, self.policy)
         self.lead = Lead(config, self.policy, stack, folder / HF) if self.policy.rank == 0 else None
+        if self.teacher and self.lead:
+            self.teacher.check(self.lead.tokenizer)
         self.policy.serving.open(self.lead.tokenizer if self.lead else None)
         self.store.add("progress", self.progress)
         self.store.add("policy", self.policy)
@@ -227,15 +232,29 @@ class Session:
         return self.lead.imitate(stage.demos, step) if self.lead else None
 
     def split(self, stage: StageConfig, batch: Batch | None) -> Parts:
-        """This rank's micro-batches, one part for each optimizer step that the batch makes."""
+        """This rank's micro-batches, one part for each optimizer step that the batch makes, each when it is asked for."""
         self.roles = {"train": self.terms}
         if self.critic and stage.kind == "rl":
             self.roles = self.critic.roles(self.terms, self.progress.done)
         if "logp_ref" not in self.pipeline.needs and any("logp_ref" in term.needs for term in self.roles.get("train", ())):
             batch = self._with_column(batch, "logp_ref", self.policy.reference_logp)
+        if self.teacher:
+            batch = self._timed("teacher", partial(self.teacher.columns, batch, self.roles.get("train", ())))
+        return self._parts(stage, batch)
+
+    def _parts(self, stage: StageConfig, batch: Batch | None) -> Iterator[Part]:
+        """A mini-batch is planned when its turn comes: some of its columns tell of the weights that the step before has made."""
+        terms, lead = self.roles.get("train", []), self.lead if batch is not None else None
+        parts = lead.parts(batch, terms, stage.kind) if lead and batch is not None else []
         probe = stage.kind == "rl" and not self._proximal()
-        plans = self.lead.plans(batch, self.roles, stage.kind, probe) if self.lead and batch is not None else None
-        return self.policy.deal(plans)
+        for i in range(count := self.policy.share(len(parts))):
+            part = parts[i] if lead else None
+            if fresh(terms):
+                part = self._with_column(part, NOW, self.policy.logp)
+            plans = lead.plans(part, self.roles, stage.kind, first=i == 0) if lead and part is not None else None
+            if lead and batch is not None and plans is not None and probe and i == 0 and (count > 1 or "train" not in dict(plans)):
+                plans = lead.probe(batch) + plans
+            yield from self.policy.deal(plans)
 
     def _with_column(self, batch: Batch | None, name: str, look: Callable[[Plan | None], Any]) -> Batch | None:
         """Rank 0: the batch with what a collective pass over all its rows gives; None elsewhere."""
@@ -250,12 +269,20 @@ class Session:
         self.settle(wait=False)  # before this step collected, a checkpoint may have been written long ago
         steps, rl = self.config.steps(stage), stage.kind == "rl"
         rate = learning_rate(stage, steps, self.progress.done)
-        policy = [part for part in parts if part[0] != "critic"]
+        critic: list[Part] = []  # which learns when the policy has
+
+        def policy() -> Iterator[Part]:
+            for part in parts:
+                if part[0] == "critic":
+                    critic.append(part)
+                else:
+                    yield part
+
         compare = rl and not self._proximal()
-        self._timed("update", lambda: self.policy.update(policy, self.roles.get("train", []), rate, compare, self.numbers))
+        self._timed("update", lambda: self.policy.update(policy(), self.roles.get("train", []), rate, compare, self.numbers))
         if self.critic and rl:
             own = learning_rate(replace(stage, lr=self.critic.lr or stage.lr), steps, self.progress.done)
-            self._timed("critic", partial(self.critic.update, parts, own, self.numbers))
+            self._timed("critic", partial(self.critic.update, critic, own, self.numbers))
         self.progress.mismatch = max(self.progress.mismatch, self.numbers.get("mismatch/logp_abs_max", 0.0))
 
     def publish(self, stage: StageConfig, step: int) -> None:

@@ -10,10 +10,10 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"types", "protocols", "registry", "metrics", "state", "sandbox", "layout", "processes", "ckpt_convert"},
     {"task", "env", "reward", "credit", "loss", "context"},
-    {"config", "config_rules", "mismatch", "precision", "batch", "agent"},
+    {"config", "config_rules", "config_losses", "mismatch", "precision", "batch", "agent"},
     {"rollout", "learner", "weights"},
     {
-        *("loop", "session", "lead", "policy", "serving", "coordinator", "engines", "host", "parcel", "critic", "offline"),
+        *("loop", "session", "lead", "policy", "serving", "coordinator", "engines", "host", "parcel", "critic", "teacher", "offline"),
         *("plan_report", "memory_plan", "summary"),
     },
     {"cli", "launch"},

@@ -32,6 +32,10 @@ each estimator's defaults.
 | estimator | {seeds} | of GRPO's steps |
 |---|{dashes}|---|
 """
+NOTES = """
+`vapo` with its default `alpha` of .05, which is meant for answers of thousands of tokens, gives these episodes of about fifty
+`lam` near 0: it follows a critic that has learned for a few steps only. With `alpha: 1.0` greedy success was 1.000 at step 3 (seed 0).
+"""
 
 
 def train(folder: Path, *words: str) -> list[dict]:
@@ -94,7 +98,7 @@ def main() -> None:
             left = (time.monotonic() - started) / done * (len(names) * len(a.seeds) - done)
             step, last = found[name][seed]
             print(f"{name:20} seed {seed}: greedy {TARGET} at step {step or '–'}, last {last:.3f}; {left / 60:.0f} min left", flush=True)
-    a.out.write_text(table(found, a.seeds, start))
+    a.out.write_text(table(found, a.seeds, start) + NOTES)
     print(a.out.read_text())
 
 

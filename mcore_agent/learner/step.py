@@ -22,6 +22,7 @@ from mcore_agent.learner.logprob import Head, head_output
 from mcore_agent.learner.model import Model
 from mcore_agent.learner.packing import PackedRows, pack
 from mcore_agent.learner.routing import Chosen, Routes, check_consumed, collect, forget, recorded
+from mcore_agent.loss.derived import top_k_needed
 from mcore_agent.loss.total import outputs_needed, total_loss
 from mcore_agent.precision import token_multiple
 from mcore_agent.protocols import LossTerm, ModelOut
@@ -69,6 +70,11 @@ class Ask:
     def needed(self) -> frozenset[str]:
         return outputs_needed(self.terms) | self.report
 
+    @property
+    def likeliest(self) -> int:
+        """How many of the likeliest tokens of each place the terms or the report want."""
+        return max(self.top_k, top_k_needed(self.terms))
+
 
 def prepare(micro: MicroBatch, model: Model, ask: Ask, length: int = 0) -> Prepared:
     """The micro-batch filled up with rows of one token to ``length``, or to what the layout can split evenly."""
@@ -91,7 +97,7 @@ def prepare(micro: MicroBatch, model: Model, ask: Ask, length: int = 0) -> Prepa
         temperature=ask.temperature,
         entropy="entropy" in ask.needed,
         log_sum="log_sum" in ask.needed,
-        top_k=ask.top_k,
+        top_k=ask.likeliest,
         first=first,
         valid=max(0, min(columns, model.family.arch.vocab - first)),
         tp=model.groups.tp,

@@ -17,6 +17,8 @@ from mcore_agent.protocols import LossTerm
 from mcore_agent.types import Batch
 
 NOW = "logp_now"  # the learner's log-probabilities under the weights that an optimizer step finds
+TEACHER = "logp_teacher"  # a teacher's log-probabilities of the same tokens at the same temperature
+PAIRS = "pairs"  # the best and the worst episode of each group
 ROW = "row"  # the number of a token's row in the batch; exact in float32 below 16.7 million rows
 
 
@@ -25,6 +27,14 @@ class Deriving(Protocol):
     """A loss term that makes columns of the whole batch before it is split; its ``needs`` names them like all others."""
 
     def derive(self, batch: Batch) -> Mapping[str, np.ndarray]: ...
+
+
+@runtime_checkable
+class Marking(Protocol):
+    """A loss term whose channel no episode has when it is played: ``rows`` says how a stage marks it (``batch.pairs.MAKERS``)."""
+
+    channel: str
+    rows: str
 
 
 def derive(batch: Batch, terms: Sequence[LossTerm]) -> Batch:
@@ -94,6 +104,26 @@ def own_rows(values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 def with_slope(value: torch.Tensor, slope: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
     """[T] with the values of ``value`` and the gradient ``slope`` by ``logp``; neither is differentiated itself."""
     return value.detach() + slope.detach() * (logp - logp.detach())
+
+
+def fresh(terms: Sequence[LossTerm]) -> bool:
+    """Whether an active term needs a pass of the learner under the weights that its optimizer step finds."""
+    return any(term.coef != 0 and NOW in term.needs for term in terms)
+
+
+def of_teacher(name: str) -> bool:
+    """Whether a column is a teacher's: ``logp_teacher``, or one of ``likeliest``."""
+    return name == TEACHER or name.startswith("teacher_")
+
+
+def likeliest(k: int) -> tuple[list[str], list[str]]:
+    """Names of the columns of a teacher's k likeliest tokens, falling: their ids, exact in float32, and their log-probabilities."""
+    return [f"teacher_id:{i}" for i in range(k)], [f"teacher_logp:{i}" for i in range(k)]
+
+
+def taught(terms: Sequence[LossTerm]) -> bool:
+    """Whether an active term needs a teacher."""
+    return any(term.coef != 0 and of_teacher(name) for term in terms for name in term.needs)
 
 
 def top_k_needed(terms: Sequence[LossTerm]) -> int:

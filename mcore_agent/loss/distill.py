@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from mcore_agent.loss.common import LossError, check_term, column, keep, mask_of
-from mcore_agent.loss.derived import with_slope
+from mcore_agent.loss.derived import TEACHER, with_slope
 from mcore_agent.protocols import ModelOut
 from mcore_agent.registry import register
 
@@ -27,7 +27,7 @@ class Distill:
     aggregate: str = "token_mean"
 
     channel: ClassVar[str] = "pg"
-    needs: ClassVar[tuple[str, ...]] = ("logp_teacher",)
+    needs: ClassVar[tuple[str, ...]] = (TEACHER,)
     scales_with: ClassVar[str | None] = None
 
     def __post_init__(self):
@@ -39,5 +39,5 @@ class Distill:
         """[T] loss, 0 outside the channel, and metrics of the same shape."""
         mask = mask_of(columns, self.channel)
         logp = keep(mask, out.logp)
-        gap = logp.detach() - keep(mask, column(columns, "logp_teacher"))
+        gap = logp.detach() - keep(mask, column(columns, TEACHER))
         return with_slope(gap, gap.clamp(-self.bound, self.bound), logp), {"teacher_gap": gap}

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 
 from mcore_agent.loss.common import LossError, check_term, column, keep, mask_of
+from mcore_agent.loss.derived import likeliest
 from mcore_agent.protocols import ModelOut
 from mcore_agent.registry import register
 
@@ -43,15 +44,15 @@ class DistillTopK:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        columns = (f"teacher_{what}:{i}" for what in ("id", "logp") for i in range(self.top_k))
-        return ("top_logp", "top_ids", *columns)
+        ids, logp = likeliest(self.top_k)
+        return ("top_logp", "top_ids", *ids, *logp)
 
     def per_token(self, out: ModelOut, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """[T] loss, 0 outside the channel, and metrics of the same shape. Raises LossError without ``top_logp``."""
         if out.top_logp is None or out.top_ids is None or out.top_ids.shape[1] < self.top_k:
             raise LossError(f"loss 'distill_top_k' needs the model outputs 'top_logp' and 'top_ids' of {self.top_k} tokens")
         mask = mask_of(columns, self.channel)
-        ids, logp = ([keep(mask, column(columns, f"teacher_{what}:{i}")) for i in range(self.top_k)] for what in ("id", "logp"))
+        ids, logp = ([keep(mask, column(columns, name)) for name in names] for names in likeliest(self.top_k))
         student = keep(mask[:, None], out.top_logp[:, : self.top_k])
         same = out.top_ids[:, : self.top_k, None] == torch.stack(ids, 1)[:, None, :]  # [T, k, k]
         both = same.any(-1) & mask[:, None]

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from mcore_agent.loss.common import LossError, check_term, column, keep, mask_of
-from mcore_agent.loss.derived import NOW, ROW, batch_column, own_rows, sums, with_slope
+from mcore_agent.loss.derived import NOW, PAIRS, ROW, batch_column, own_rows, sums, with_slope
 from mcore_agent.protocols import ModelOut
 from mcore_agent.registry import register
 from mcore_agent.types import Batch
@@ -27,7 +27,8 @@ class Dpo:
 
     A side's half is spread evenly over its tokens; the gradient of the pair's loss by logp of a chosen token is
     ``-beta (1 - sigmoid(beta m))``, of a rejected one the opposite. A token's own row is taken under the weights that are
-    differentiated; all other rows of the pair come from ``logp_now``, a pass of the learner before the step.
+    differentiated; all other rows of the pair come from ``logp_now``, a pass of the learner before the step. In an rl stage
+    the best and the worst episode of every group whose rewards differ are its pair; the reference has the stage's first weights.
 
     beta = 1 and m = ln 3: the loss is -ln(3/4) = .28768, and the gradient by a chosen token -1/4.
     Metrics, each the mean over pairs: ``dpo_loss``, ``dpo_margin`` (beta m), ``dpo_accuracy`` (m > 0).
@@ -38,6 +39,7 @@ class Dpo:
     aggregate: str = "episode_mean_token_sum"
 
     channel: ClassVar[str] = "dpo"
+    rows: ClassVar[str] = PAIRS
     needs: ClassVar[tuple[str, ...]] = ("logp_ref", NOW, ROW, REST, SIZE, SIDE)
     scales_with: ClassVar[str | None] = None
 

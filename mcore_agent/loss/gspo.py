@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mcore_agent.loss.common import check_term, column, keep, mask_of
-from mcore_agent.loss.correction import BEHAVIOUR, PROXIMAL
+from mcore_agent.loss.correction import BEHAVIOUR
 from mcore_agent.loss.derived import NOW, ROW, batch_column, own_rows, sums
 from mcore_agent.loss.ppo_clip import MAX_LOG_RATIO, check_clips, surrogate
 from mcore_agent.protocols import ModelOut
@@ -26,8 +26,7 @@ class Gspo:
     Token t's gradient is the one of ``sg(s) exp(logp_t - sg(logp_t))``: each token may have an advantage of its own, and
     with one advantage per episode and ``episode_mean`` it is the gradient of s itself. The tokens of t's own row are taken
     under the weights that are differentiated. Those of the episode's other rows may be in another micro-batch, and come
-    from ``logp_now``, a pass of the learner before this very step, or without it from ``logp_prox``, of the weights that the
-    batch found: exact in the first optimizer step of a batch, and always for an episode of one row.
+    from ``logp_now``, a pass of the learner over the mini-batch before this very step.
 
     Log-ratios .3 and -.1 in one row and .1 in another: s = exp(.3 / 3) = 1.10517 for all three; at A = 2 and clip_high .2
     the loss is -2.21034. Metrics: ``sequence_ratio``, ``sequence_clip_fraction``, ``sequence_kl`` (-log s).
@@ -40,7 +39,7 @@ class Gspo:
     aggregate: str = "episode_mean"
 
     channel: ClassVar[str] = "pg"
-    needs: ClassVar[tuple[str, ...]] = ("advantage", BEHAVIOUR, PROXIMAL, ROW, REST, SIZE)
+    needs: ClassVar[tuple[str, ...]] = ("advantage", BEHAVIOUR, NOW, ROW, REST, SIZE)
     scales_with: ClassVar[str | None] = "advantage"
 
     def __post_init__(self):
@@ -50,7 +49,7 @@ class Gspo:
     def derive(self, batch: Batch) -> dict[str, np.ndarray]:
         """[N] the log-ratios' sum over the episode's other rows, the episode's number of tokens, and the row's number."""
         mask = batch.channel(self.channel)
-        found = sums(batch_column(batch, mask, NOW, PROXIMAL) - batch_column(batch, mask, BEHAVIOUR), mask, batch)
+        found = sums(batch_column(batch, mask, NOW) - batch_column(batch, mask, BEHAVIOUR), mask, batch)
         return {REST: found.rest, SIZE: found.size.astype(np.float64), ROW: batch.token_row.astype(np.float64)}
 
     def per_token(self, out: ModelOut, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -32,14 +32,14 @@ def found(batch: Batch, **knobs) -> list[float]:
 
 
 def test_f24_tokens_truncated_at_2():
-    """F24: e^.5 = 1.64872, e^-.5 = .60653, e^1.2 = 3.32 and so 2. The prompt's NaN is not looked at."""
+    """e^.5 = 1.64872, e^-.5 = .60653, e^1.2 = 3.32 and so 2. The prompt's NaN is not looked at."""
     got = found(batch_with(RATIOS), high=2.0)
     np.testing.assert_allclose(got, [0, math.exp(0.5), math.exp(-0.5), 2], rtol=1e-6)
     assert [round(w, 5) for w in got] == [0, 1.64872, 0.60653, 2]
 
 
 def test_f24_geometric_mean_is_rejected_by_a_narrow_band():
-    """F24: (.5 - .5 + 1.2) / 3 = .4 and e^.4 = 1.49182, outside [.99, 1.01] and inside [.5, 1.5]."""
+    """(.5 - .5 + 1.2) / 3 = .4 and e^.4 = 1.49182, outside [.99, 1.01] and inside [.5, 1.5]."""
     assert found(batch_with(RATIOS), level="geometric", treatment="mask", low=0.99, high=1.01) == [0, 0, 0, 0]
     got = found(batch_with(RATIOS), level="geometric", treatment="mask", low=0.5, high=1.5)
     np.testing.assert_allclose(got, [0] + [math.exp(0.4)] * 3, rtol=1e-6)

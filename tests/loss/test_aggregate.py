@@ -25,14 +25,14 @@ def loss_of(name: str, batch: Batch, per_token) -> float:
     ("seq_mean_token_sum_norm", (1 + 0) / 2 / 3),  # the longest row has 3
     ("episode_mean_token_sum", (1 + 0) / 2),
 ])  # fmt: skip
-def test_f29_two_sequences(name, expected):
-    """F29, M16: one sequence of 1 token with loss 1, one of 3 tokens with loss 0: .25 by tokens, .5 by sequences."""
+def test_two_sequences(name, expected):
+    """M16: one sequence of 1 token with loss 1, one of 3 tokens with loss 0: .25 by tokens, .5 by sequences."""
     batch = Batch((episode_of("a", "g", 0.0, [0, 1]), episode_of("b", "g", 0.0, [0, 1, 0, 1, 1])))
     assert loss_of(name, batch, [1, 0, 0, 0]) == pytest.approx(expected, rel=1e-7)
 
 
 # Rollout a has rows of 2 and 6 sampled tokens, b one row of 4.
-F22 = Batch((
+ROLLOUTS = Batch((
     episode_of("a", "g", 0.0, [0, 1, 1], [0, 0] + [1] * 6),
     episode_of("b", "g", 0.0, [0] + [1] * 4),
 ))  # fmt: skip
@@ -47,12 +47,12 @@ F22 = Batch((
     ("episode_mean_token_sum", 8 / 2, 4 / 2),
 ])  # fmt: skip
 def test_f22_mass_of_rollouts_with_several_rows(name, a, b):
-    """F22, M25: the mean per rollout gives a and b half each, whatever their rows."""
-    weight = weights(name, F22.channel("pg"), F22)
+    """M25: the mean per rollout gives a and b half each, whatever their rows."""
+    weight = weights(name, ROLLOUTS.channel("pg"), ROLLOUTS)
     assert weight.dtype == np.float32
-    np.testing.assert_allclose([weight[F22.token_episode == e].sum() for e in (0, 1)], [a, b], rtol=1e-6)
+    np.testing.assert_allclose([weight[ROLLOUTS.token_episode == e].sum() for e in (0, 1)], [a, b], rtol=1e-6)
     if name == "episode_mean":
-        assert set(weight[F22.channel("pg") & (F22.token_episode == 0)]) == {np.float32(1 / 16)}
+        assert set(weight[ROLLOUTS.channel("pg") & (ROLLOUTS.token_episode == 0)]) == {np.float32(1 / 16)}
 
 
 @pytest.mark.defect("B6")

@@ -12,25 +12,25 @@ from mcore_agent.registry import RegistryError
 from tests.loss.columns import columns_of, out_of
 
 RATIO = [1.5, 0.5, 9.0, 1.0]
-F28 = columns_of([1, 1, 0, 1], advantage=[1, 1, 1, -1], logp_old=[-1, -2, -3, -4])
+COLUMNS = columns_of([1, 1, 0, 1], advantage=[1, 1, 1, -1], logp_old=[-1, -2, -3, -4])
 
 
-def f28_out():
+def model_out():
     return out_of([old + math.log(r) for old, r in zip([-1, -2, -3, -4], RATIO, strict=True)])
 
 
-def test_f28_masked_surrogate():
-    """F28, M3: tokens 0, 1, 3 count. min(1.5, 1.2) = 1.2; min(.5, .8) = .5; min(-1, -1) = -1: -(1.2 + .5 - 1) / 3."""
-    loss, metrics = total_loss(f28_out(), F28, [PpoClip(clip_low=0.2, clip_high=0.2)])
+def test_masked_surrogate():
+    """M3: tokens 0, 1, 3 count. min(1.5, 1.2) = 1.2; min(.5, .8) = .5; min(-1, -1) = -1: -(1.2 + .5 - 1) / 3."""
+    loss, metrics = total_loss(model_out(), COLUMNS, [PpoClip(clip_low=0.2, clip_high=0.2)])
     assert loss.item() == pytest.approx(-0.7 / 3, rel=1e-14)
     assert metrics["ratio"].item() == pytest.approx((1.5 + 0.5 + 1.0) / 3, rel=1e-14)
     assert metrics["clip_fraction"].item() == pytest.approx(1 / 3, rel=1e-14)  # only 1.5 at A > 0
     assert metrics["kl"].item() == pytest.approx(-(math.log(1.5) + math.log(0.5)) / 3, rel=1e-14)
 
 
-def test_f28_clip_higher():
-    """F28, M14: with the upper bound 1.28 the first token gives 1.28: -(1.28 + .5 - 1) / 3 = -.26."""
-    loss, _ = total_loss(f28_out(), F28, [PpoClip(clip_low=0.2, clip_high=0.28)])
+def test_clip_higher():
+    """M14: with the upper bound 1.28 the first token gives 1.28: -(1.28 + .5 - 1) / 3 = -.26."""
+    loss, _ = total_loss(model_out(), COLUMNS, [PpoClip(clip_low=0.2, clip_high=0.28)])
     assert loss.item() == pytest.approx(-0.26, rel=1e-14)
 
 
@@ -90,6 +90,6 @@ def test_an_unknown_aggregation_is_refused():
 
 
 def test_a_missing_column_is_named():
-    columns = {k: v for k, v in F28.items() if k != "logp_old"}
+    columns = {k: v for k, v in COLUMNS.items() if k != "logp_old"}
     with pytest.raises(LossError, match="no column 'logp_old'; it has: advantage, mask:pg"):
-        PpoClip().per_token(f28_out(), columns)
+        PpoClip().per_token(model_out(), columns)

@@ -101,14 +101,13 @@ def test_the_gradient_is_that_of_the_ratio_of_sequences():
         assert found.grads["logp"][t] == pytest.approx((loss(logp + step) - loss(logp - step)) / 2e-6, rel=1e-5, abs=1e-9)
 
 
-def test_other_rows_come_from_the_latest_pass_and_else_from_the_weights_that_the_batch_found():
-    """The row with .3 and -.1 is under the present weights. The other row's token has .1 in ``logp_now``, and .4 in
-    ``logp_prox``: s = exp(.3 / 3) or exp(.6 / 3)."""
+def test_other_rows_come_from_the_latest_pass():
+    """The row with .3 and -.1 is under the present weights. The other row's token has .1 or .4 in ``logp_now``, whatever it had when
+    the batch was found: s = exp(.3 / 3) or exp(.6 / 3)."""
     batch, logp = two_rows()
-    batch = batch.with_columns(logp_prox=np.where(batch.token_row == 1, batch.columns["logp_old"] + 0.4, 0))
     mask = batch.channel("pg")
-    for columns, total in (({"logp_now": logp}, 0.3), ({}, 0.6)):
-        made = derive(batch.with_columns(**columns), [WIDE])
+    for now, total in ((logp, 0.3), (np.where(batch.token_row == 1, batch.columns["logp_old"] + 0.4, 0), 0.6)):
+        made = derive(batch.with_columns(logp_now=now), [WIDE])
         held = {name: torch.tensor(values[:4], dtype=torch.float64) for name, values in made.columns.items()}
         held |= {"mask:pg": torch.tensor(mask[:4], dtype=torch.float64)}
         _, metrics = WIDE.per_token(out_of(logp[:4]), held)
@@ -126,8 +125,8 @@ def test_a_correction_takes_the_proximal_policy_for_the_one_that_sampled():
 
 def test_gspo_names_what_it_lacks():
     batch, _ = two_rows()
-    with pytest.raises(LossError, match="no column 'logp_now' or 'logp_prox', of which a loss term makes its own; it has: advantage, "):
-        derive(Batch(batch.episodes, {k: v for k, v in batch.columns.items() if k != "logp_prox"}), [WIDE])
+    with pytest.raises(LossError, match="no column 'logp_now', of which a loss term makes its own; it has: advantage, "):
+        derive(batch, [WIDE])
     with pytest.raises(LossError, match="no column 'row'"):
         WIDE.per_token(out_of([0, -1]), columns_of([0, 1], advantage=[0, 1], logp_old=[0, -1]))
     with pytest.raises(LossError, match="'gspo': clip_high is 0"):

@@ -16,7 +16,7 @@ from tests.loss.columns import columns_of, out_of
 
 
 def test_f3_k3_values():
-    """F3, M8: exp(d) - d - 1 at d = ln 2 is 2 - ln 2 - 1 = .30685; at d = -ln 2 it is 1/2 + ln 2 - 1 = .19315."""
+    """M8: exp(d) - d - 1 at d = ln 2 is 2 - ln 2 - 1 = .30685; at d = -ln 2 it is 1/2 + ln 2 - 1 = .19315."""
     columns = columns_of([0, 1, 1], logp_ref=[0, math.log(2) - 1, -math.log(2) - 1])
     per_token, metrics = K3Kl().per_token(out_of([0, -1, -1]), columns)
     expected = torch.tensor([0, 1 - math.log(2), math.log(2) - 0.5], dtype=torch.float64)
