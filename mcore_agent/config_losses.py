@@ -13,7 +13,7 @@ from mcore_agent.credit.pipeline import Pipeline
 from mcore_agent.layout import LayoutError
 from mcore_agent.loss.common import LossError
 from mcore_agent.loss.correction import Correction, automatic, correct, uncorrected
-from mcore_agent.loss.derived import NOW, Marking, TopK, derive, of_teacher
+from mcore_agent.loss.derived import BEHIND, NOW, Marking, TopK, derive, of_teacher
 from mcore_agent.registry import create
 from mcore_agent.types import Batch
 
@@ -54,17 +54,17 @@ def _critic(c: Config) -> None:
     """The critic serves an estimator: each needs the other."""
     critic, rl = c.critic, [stage for stage in c.stages if stage.kind == "rl"]
     estimator = Pipeline(c.credit).estimator
-    name = estimator.registered_name
+    name, worth = estimator.registered_name, {"values", BEHIND}
     for i, term in enumerate(c.loss):
-        if "value" in create("loss", term).needs:
+        if {"value", "value_behind"} & set(create("loss", term).needs):
             raise ConfigError(f"loss[{i}]", term, "values are learned by the critic's own loss", "Remove it and set critic.mode")
     if critic.mode == "off":
-        if "values" in estimator.needs:
+        if worth & set(estimator.needs):
             raise ConfigError("critic.mode", "off", f"the estimator {name!r} needs a critic's values",
                               "Set critic.mode to separate or shared, or choose another estimator")  # fmt: skip
         unused(c, "critic.mode is off", *(f"critic.{key}" for key in ("lr", "coef", "clip", "detach", "warmup")))
         return
-    if "values" not in estimator.needs or "returns" not in estimator.gives:
+    if not worth & set(estimator.needs) or "returns" not in estimator.gives:
         raise ConfigError("critic.mode", critic.mode, f"the estimator {name!r} has no use for values",
                           "Choose one that has, for example credit: [{name: gae}], or set critic.mode to off")  # fmt: skip
     if not rl:

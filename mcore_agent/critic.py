@@ -10,9 +10,11 @@ import torch
 from ckpt_convert.mcore_folder import CRITIC
 from mcore_agent.batch.microbatch import Plan
 from mcore_agent.config import Config
+from mcore_agent.credit.pipeline import Pipeline
 from mcore_agent.learner.learner import Learner
 from mcore_agent.learner.rescore import Rescorer
 from mcore_agent.learner.value import NAME as VALUE_HEAD
+from mcore_agent.loss.derived import BEHIND
 from mcore_agent.policy import Parts, Policy, optimizer_of
 from mcore_agent.protocols import LossTerm
 from mcore_agent.registry import create
@@ -26,16 +28,22 @@ def critic_of(config: Config, policy: Policy) -> "Critic | None":
 
 
 def value_term(config: Config) -> LossTerm:
-    return create("loss", {"name": "value_mse", "coef": config.critic.coef, "clip": config.critic.clip or None})
+    """The loss of the values that the estimator needs: those before every token, or those behind the last of a turn."""
+    name = "turn_value" if BEHIND in Pipeline(config.credit).needs else "value_mse"
+    return create("loss", {"name": name, "coef": config.critic.coef, "clip": config.critic.clip or None})
 
 
 class Critic:
-    """Methods are collective. ``own`` is the learner of a separate critic; a shared one trains with the policy's."""
+    """Methods are collective. ``own`` is the learner of a separate critic; a shared one trains with the policy's.
+
+    ``column`` is what its values are called in a batch.
+    """
 
     def __init__(self, config: Config, policy: Policy):
         c = config.critic
         self.policy, self.warmup, self.lr = policy, c.warmup, c.lr
         self.term = value_term(config)
+        self.column = BEHIND if BEHIND in self.term.needs else "values"
         self.own: Learner | None = None
         self.rescorer = policy.rescorer
         if c.mode == "separate":
@@ -74,10 +82,11 @@ class Critic:
         return {"critic": [self.term], **warm}
 
     def values(self, plan: Plan | None) -> list[list[np.ndarray]] | None:
-        """Rank 0 gives a plan and gets the values ``[dp rank][slot]`` of the states that its tokens were drawn in, each [T]."""
+        """Rank 0 gives a plan and gets ``[dp rank][slot]`` values, each [T]: of the states that tokens were drawn in, or led to."""
         self.policy.train_mode()
-        found = self.rescorer.outputs(plan, report=("value",))
-        return None if found is None else [[out["value"] for out in rank] for rank in found]
+        name = "value_behind" if self.column == BEHIND else "value"
+        found = self.rescorer.outputs(plan, report=(name,))
+        return None if found is None else [[out[name] for out in rank] for rank in found]
 
     def update(self, parts: Parts, lr: float, numbers: dict[str, Any]) -> None:
         """An optimizer step of a separate critic for each of its parts; what was learned of values, by name ``critic/…``."""

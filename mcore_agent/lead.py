@@ -15,8 +15,8 @@ from mcore_agent.agent.render import ChatRenderer
 from mcore_agent.agent.tokenizer import contents, load_tokenizer, save_tokenizer, train_tokenizer
 from mcore_agent.batch.age import limit_age
 from mcore_agent.batch.correction import weigh
+from mcore_agent.batch.marks import marked
 from mcore_agent.batch.microbatch import Plan
-from mcore_agent.batch.pairs import marked
 from mcore_agent.batch.plan import gather, split, to_column
 from mcore_agent.batch.rowset import experts_of, rowset
 from mcore_agent.batch.select import minibatches, select, usable

@@ -371,6 +371,7 @@ class ModelOut:
     top_ids: "torch.Tensor | None" = None  # [T, k] and their token ids; both 0 at the first of a row
     hidden: "torch.Tensor | None" = None  # [n, h] hidden states at the n positions asked for
     value: "torch.Tensor | None" = None  # [T] of the state that token t was drawn in; only if needed
+    value_behind: "torch.Tensor | None" = None  # [T] of the state with token t in it: the value of what it does
 
 
 @runtime_checkable

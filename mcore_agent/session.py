@@ -202,7 +202,7 @@ class Session:
         if self.config.learner.routing_replay == "old":
             batch = self._with_column(batch, "routing", self.policy.routing)
         if self.critic:
-            batch = self._timed("values", partial(self._with_column, batch, "values", self.critic.values))
+            batch = self._timed("values", partial(self._with_column, batch, self.critic.column, self.critic.values))
         if self._proximal():
             batch = self._timed("proximal", partial(self._with_column, batch, "logp_prox", self.policy.logp))
             if self.lead and batch is not None:
@@ -245,7 +245,7 @@ class Session:
     def _parts(self, stage: StageConfig, batch: Batch | None) -> Iterator[Part]:
         """A mini-batch is planned when its turn comes: some of its columns tell of the weights that the step before has made."""
         terms, lead = self.roles.get("train", []), self.lead if batch is not None else None
-        parts = lead.parts(batch, terms, stage.kind) if lead and batch is not None else []
+        parts = lead.parts(batch, [t for terms in self.roles.values() for t in terms], stage.kind) if lead and batch is not None else []
         probe = stage.kind == "rl" and not self._proximal()
         for i in range(count := self.policy.share(len(parts))):
             part = parts[i] if lead else None

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 
+from mcore_agent.batch.marks import turn_ends
 from mcore_agent.batch.sft import demonstration
 from mcore_agent.types import GREEDY, Batch, Episode, Feedback, Row, Segment, Task, Turn
 
@@ -155,8 +156,8 @@ def with_greedy(batch: Batch, seed: int) -> Batch:
 
 @cache
 def trained_batch(seed: int) -> Batch:
-    """A random batch with a column for every loss."""
-    return with_columns(random_batch(seed), seed)
+    """A random batch with a column for every loss, and the channel of the one that learns the ends of turns."""
+    return with_columns(turn_ends(random_batch(seed), "turn_end"), seed)
 
 
 def with_columns(batch: Batch, seed: int) -> Batch:
@@ -196,9 +197,10 @@ def with_values(batch: Batch, seed: int) -> Batch:
     the policy that sampled, and near it ``logp_prox`` of the one that the batch finds and ``logp_ref`` of the reference."""
     rng = np.random.default_rng(5000 + seed)
     values = rng.normal(size=len(batch.token_row)).astype(np.float32)
+    behind = np.roll(values, -1)
     gap, far = (np.where(batch.channel("pg"), rng.normal(scale=0.4, size=len(values)), 0.0).astype(np.float32) for _ in range(2))
     old = batch.tokens("logp")
-    return batch.with_columns(values=values, logp_old=old, logp_prox=old + gap, logp_ref=old + far)
+    return batch.with_columns(values=values, values_behind=behind, logp_old=old, logp_prox=old + gap, logp_ref=old + far)
 
 
 def random_logp(batch: Batch, seed: int) -> np.ndarray:

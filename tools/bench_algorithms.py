@@ -52,7 +52,7 @@ def words_for(name: str, seed: int, base: Path, steps: int) -> list[str]:
     """The recipe's changes for an estimator, by what it declares."""
     stage = f"{{kind: rl, lr: 5.0e-4, steps: {steps}, eval_every: {EVERY}}}"
     words = [f"model={{path: {base}}}", f"stages=[{stage}]", f"credit=[{{name: {name}}}]", f"run.seed={seed}", "run.save_every=0"]
-    if "values" in Pipeline([{"name": name}]).needs:
+    if {"values", "values_behind"} & set(Pipeline([{"name": name}]).needs):
         words += ["critic.mode=separate", "critic.lr=2.0e-3"]
     return words
 

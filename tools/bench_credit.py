@@ -46,7 +46,7 @@ def batch_of(episodes: int, tokens: int, turns: int) -> Batch:
     lengths[0] = tokens
     batch = Batch(tuple(episode(i, int(n), turns, rng) for i, n in enumerate(lengths)))
     size = int(batch.row_lengths.sum())
-    names = ("values", "logp_old", "logp_prox", "logp_ref")
+    names = ("values", "values_behind", "logp_old", "logp_prox", "logp_ref")
     return batch.with_columns(**{name: rng.standard_normal(size, dtype=np.float32) for name in names})
 
 

@@ -74,8 +74,7 @@ BESIDE: Mapping[int, Beside] = {
     46: Beside("The value of each step, from playing on, or from a model", key="`reward: [{name: process_mc}]`, `reward: [{name: prm}]`"),
     67: Beside("A model of outcomes that answers yes or no", key="`reward: [{name: orm}]`"),
     96: Beside(key="`credit: [{name: sapo}, {name: standardize}]` with `critic: {mode: shared, detach: true}`",
-               modules=("learner/value",), tests=("learner/test_value.py", "credit/test_sapo.py"),
-               lacks="Q is read before an action's last token, not behind it"),
+               modules=("learner/value",), tests=("learner/test_value.py", "credit/test_sapo.py")),
     38: Beside(key="`rollout.prompts`, `rollout.group_size`", tests=("rollout/test_collect.py",)),
     52: Beside(key="`rollout.top_p`, `rollout.top_k`", tests=("rollout/test_sampling.py",)),
     93: Beside(lacks="prompts are not drawn by their weights yet"),
@@ -139,7 +138,7 @@ def key_of(kind: str, name: str) -> str:
         return f"`{kind}: {name}`"
     if registry.FOLDERS[kind] != registry.FOLDERS["estimator"]:
         return f"`{kind}: [{{name: {name}}}]`"
-    critic = " with `critic.mode`" if "values" in registry.get(kind, name).needs else ""
+    critic = " with `critic.mode`" if {"values", "values_behind"} & set(registry.get(kind, name).needs) else ""
     return f"`credit: [{{name: {name}}}]`{critic}"
 
 

@@ -1,14 +1,11 @@
 """The best and the worst episode of each group, marked as a pair to prefer between (M26; DPO, 2305.18290 eq. 7)."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from mcore_agent.credit.groups import scores, spread
-from mcore_agent.loss.derived import PAIRS, Marking
 from mcore_agent.loss.dpo import CHOSEN, REJECTED
-from mcore_agent.protocols import LossTerm
 from mcore_agent.types import Batch, Episode
 
 
@@ -34,13 +31,3 @@ def preferences(batch: Batch, channel: str) -> Batch:
 def _marked(episode: Episode, branch: str, channel: str) -> Episode:
     rows = tuple(replace(row, channels={**row.channels, channel: row.sampled}) for row in episode.rows)
     return replace(episode, branch=branch, rows=rows)
-
-
-MAKERS: dict[str, Callable[[Batch, str], Batch]] = {PAIRS: preferences}
-
-
-def marked(batch: Batch, terms: Sequence[LossTerm]) -> Batch:
-    """The batch with the channels that its active terms want marked; the batch itself when there are none."""
-    for rows, channel in sorted({(term.rows, term.channel) for term in terms if term.coef != 0 and isinstance(term, Marking)}):
-        batch = MAKERS[rows](batch, channel)
-    return batch

@@ -20,9 +20,10 @@ class Sapo:
     """``G = r + gamma ((1 - lam) Q' + lam G')``, where ' is the episode's next turn; 0 behind the last. A is G, standardized over
     the turns of the batch, each of which counts once.
 
-    Q is the value at a turn's last token: it knows the action, and nothing that the environment answered. Because Q knows the
+    Q is the value of the state with a turn's last token in it (column ``values_behind``): it knows the action, and nothing that
+    the environment answered. Because Q knows the
     action it is no baseline of its own turn: G - Q is 0 on average, whatever was done. ``returns`` = G at every token of the
-    turn; with lam 0 it is SARSA's target.
+    turn, of which the critic learns the last (loss ``turn_value``); with lam 0 it is SARSA's target.
 
     Two turns that earn 0 and 1 with Q = .3 .6, gamma .5 and lam .5: G = 1, then .5 * (.5 * .6 + .5 * 1) = .4. The mean is .7,
     the deviation .3, and A = -1, 1.
@@ -31,7 +32,7 @@ class Sapo:
     gamma: float = 1.0
     lam: float = 0.95
 
-    needs: ClassVar[tuple[str, ...]] = ("values",)
+    needs: ClassVar[tuple[str, ...]] = ("values_behind",)
     gives: ClassVar[tuple[str, ...]] = ("returns",)
     axis: ClassVar[str] = "token"
     compares: ClassVar[str] = "batch"
@@ -41,7 +42,7 @@ class Sapo:
 
     def __call__(self, batch: Batch) -> Credit:
         """[N] float64 advantages and float32 returns, 0 outside the channel."""
-        reward, values, gained = step_rewards(batch), batch.columns["values"], [np.zeros(0)]
+        reward, values, gained = step_rewards(batch), batch.columns["values_behind"], [np.zeros(0)]
         advantage, returns = np.zeros(len(reward)), np.zeros(len(reward), dtype=np.float32)
         pieces = list(TurnSteps.in_parts(batch))
         for turns in pieces:

@@ -50,10 +50,9 @@ class Head:
 def head_output(hidden_states: torch.Tensor, output_layer: Any, output_weight: Any, context: Head, **_: Any) -> ModelOut:
     """GPTModel's ``output_processor``: hidden states ``[T'/cp(/tp), 1, h]`` -> ModelOut over the pack's T tokens.
 
-    Position t's logits speak of token t + 1; ModelOut's columns speak of token t, so they are shifted by one; ``hidden`` is
-    not: it has read token t. Gradients flow to logp, entropy, log_sum, top_logp, value and hidden. Without output layer logp is 0.
-    Every rank must take the same loss
-    of the result: nothing is summed over context-parallel ranks in backward.
+    Position t's logits speak of token t + 1; ModelOut's columns speak of token t, so they are shifted by one; ``hidden`` and
+    ``value_behind`` are not: they have read token t. Gradients flow to all but ``top_ids``. Without output layer logp is 0.
+    Every rank must take the same loss of the result: nothing is summed over context-parallel ranks in backward.
     Enters collectives of tp (forward and backward) and cp (forward). Raises ValueError when the number of tokens is not T'.
     """
     mine = hidden_states.squeeze(1)
@@ -76,12 +75,13 @@ def head_output(hidden_states: torch.Tensor, output_layer: Any, output_weight: A
         inner = context.inner.view(-1, *[1] * (values.dim() - 1))
         return torch.where(inner, column, column.new_zeros(()))
 
+    behind = None if value is None else value[:size]
     spoken, value = shifted(logp), shifted(value)
     if spoken is None:  # a critic has no vocabulary
         assert value is not None
         spoken = torch.zeros_like(value)
     chosen = None if context.positions is None else _hidden_at(mine, context, place, split)
-    return ModelOut(spoken, shifted(entropy), shifted(log_sum), shifted(top_logp), shifted(top_ids), chosen, value)
+    return ModelOut(spoken, shifted(entropy), shifted(log_sum), shifted(top_logp), shifted(top_ids), chosen, value, behind)
 
 
 def _values(mine: torch.Tensor, head: Head, split: bool) -> torch.Tensor:

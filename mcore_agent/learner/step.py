@@ -103,7 +103,7 @@ def prepare(micro: MicroBatch, model: Model, ask: Ask, length: int = 0) -> Prepa
         tp=model.groups.tp,
         cp=model.groups.cp if layout.cp > 1 else None,
         order=rows.order,
-        value=model.value_head if "value" in ask.needed else None,
+        value=model.value_head if {"value", "value_behind"} & ask.needed else None,
     )
     return Prepared(
         tokens=torch.from_numpy(tokens[rows.own]).to(where)[None],

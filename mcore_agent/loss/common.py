@@ -32,6 +32,12 @@ def keep(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
+def check_clip(name: str, clip: float | None) -> None:
+    """Raises LossError unless ``clip`` is None (off) or above 0."""
+    if clip is not None and not clip > 0:
+        raise LossError(f"loss {name!r}: clip is {clip}, but must be above 0; leave it out to switch it off")
+
+
 def check_term(name: str, coef: float, aggregate: str) -> None:
     """Raises LossError for a coefficient that is not finite, RegistryError for an unknown aggregation."""
     if not math.isfinite(coef):

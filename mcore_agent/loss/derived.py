@@ -18,7 +18,9 @@ from mcore_agent.types import Batch
 
 NOW = "logp_now"  # the learner's log-probabilities under the weights that an optimizer step finds
 TEACHER = "logp_teacher"  # a teacher's log-probabilities of the same tokens at the same temperature
+BEHIND = "values_behind"  # a critic's values that know the token that they are at; the others are called ``values``
 PAIRS = "pairs"  # the best and the worst episode of each group
+TURN_ENDS = "turn_ends"  # the last token of each turn
 ROW = "row"  # the number of a token's row in the batch; exact in float32 below 16.7 million rows
 
 
@@ -31,7 +33,7 @@ class Deriving(Protocol):
 
 @runtime_checkable
 class Marking(Protocol):
-    """A loss term whose channel no episode has when it is played: ``rows`` says how a stage marks it (``batch.pairs.MAKERS``)."""
+    """A loss term whose channel no episode has when it is played: ``rows`` says how a stage marks it (``batch.marks.MAKERS``)."""
 
     channel: str
     rows: str

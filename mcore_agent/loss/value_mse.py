@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from mcore_agent.loss.common import LossError, check_term, column, keep, mask_of
+from mcore_agent.loss.common import LossError, check_clip, check_term, column, keep, mask_of
 from mcore_agent.protocols import ModelOut
 from mcore_agent.registry import register
 
@@ -30,21 +30,26 @@ class ValueMse:
 
     def __post_init__(self):
         check_term("value_mse", self.coef, self.aggregate)
-        if self.clip is not None and not self.clip > 0:
-            raise LossError(f"loss 'value_mse': clip is {self.clip}, but must be above 0; leave it out to switch it off")
+        check_clip("value_mse", self.clip)
 
     def per_token(self, out: ModelOut, columns: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """[T] loss, 0 outside the channel, and metrics of the same shape."""
         if out.value is None:
             raise LossError("loss 'value_mse' needs the model output 'value': the model has no value head; set critic.mode")
-        mask = mask_of(columns, self.channel)
-        value = keep(mask, out.value)
-        target = keep(mask, column(columns, "returns"))
-        loss = (value - target).square()
-        if self.clip is not None:
-            old = keep(mask, column(columns, "values"))
-            near = old + (value - old).clamp(-self.clip, self.clip)
-            loss = torch.maximum(loss, (near - target).square())
-        loss = keep(mask, loss / 2)
-        error = (value - target).detach().abs()
-        return loss, {"value": value.detach(), "value_error": error, "value_loss": loss.detach()}
+        return squared(out.value, columns, self.channel, column(columns, "values"), self.clip)
+
+
+def squared(
+    value: torch.Tensor, columns: Mapping[str, torch.Tensor], channel: str, old: torch.Tensor, clip: float | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """[T] half the squared distance of ``value`` from the column ``returns``, clipped around ``old``; 0 outside the channel."""
+    mask = mask_of(columns, channel)
+    value, target = keep(mask, value), keep(mask, column(columns, "returns"))
+    loss = (value - target).square()
+    if clip is not None:
+        old = keep(mask, old)
+        near = old + (value - old).clamp(-clip, clip)
+        loss = torch.maximum(loss, (near - target).square())
+    loss = keep(mask, loss / 2)
+    error = (value - target).detach().abs()
+    return loss, {"value": value.detach(), "value_error": error, "value_loss": loss.detach()}

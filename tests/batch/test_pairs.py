@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mcore_agent import registry
-from mcore_agent.batch.pairs import MAKERS, marked, preferences
+from mcore_agent.batch.marks import MAKERS, marked
+from mcore_agent.batch.pairs import preferences
 from mcore_agent.loss.derived import Marking
 from mcore_agent.loss.dpo import Dpo, pairs
 from mcore_agent.loss.ppo_clip import PpoClip

@@ -44,11 +44,11 @@ def test_a_turn_does_not_see_what_was_answered():
     """M96: values at observations, and at the last turn's end, change nothing before or in it: its Q has no part in its own G."""
     batch = Batch((turns_of([2, 2], [0.5, 1], observed=3),))
     values = np.where(batch.channel("pg"), 0.3, np.nan)
-    found = [assign(batch.with_columns(values=v), [{"name": "sapo", "lam": 0.5}]).columns["returns"].tolist()
+    found = [assign(batch.with_columns(values_behind=v), [{"name": "sapo", "lam": 0.5}]).columns["returns"].tolist()
              for v in (values, np.where(batch.channel("pg"), values, 7.0))]  # fmt: skip
     own_end = values.copy()
     own_end[TurnSteps.of(batch).steps[1]] = 99.0  # turn 0's Q
-    found.append(assign(batch.with_columns(values=own_end), [{"name": "sapo", "lam": 0.5}]).columns["returns"].tolist())
+    found.append(assign(batch.with_columns(values_behind=own_end), [{"name": "sapo", "lam": 0.5}]).columns["returns"].tolist())
     assert found[0] == found[1] == found[2]
 
 
@@ -88,5 +88,5 @@ def test_settings_out_of_range_are_refused():
     for key in ("gamma", "lam"):
         with pytest.raises(CreditError, match=rf"'sapo': {key} is 1.5, but must be in \[0, 1\]"):
             registry.create("estimator", {"name": "sapo", key: 1.5})
-    with pytest.raises(CreditError, match="'sapo' needs the batch column 'values'"):
+    with pytest.raises(CreditError, match="'sapo' needs the batch column 'values_behind'"):
         assign(Batch((turns_of([1], [0]),)), [{"name": "sapo"}])

@@ -34,7 +34,8 @@ def at_steps(batch: Batch, values) -> np.ndarray:
 
 def credited(batch: Batch, values, name="turn_gae", **settings):
     """Advantages and returns at the sampled tokens."""
-    found = assign(batch.with_columns(values=at_steps(batch, values)), [{"name": name, **settings}]).columns
+    batch = batch.with_columns(values=at_steps(batch, values), values_behind=at_steps(batch, values))
+    found = assign(batch, [{"name": name, **settings}]).columns
     mask = batch.channel("pg")
     assert not found["advantage"][~mask].any() and not found["returns"][~mask].any()
     return found["advantage"][mask], found["returns"][mask]

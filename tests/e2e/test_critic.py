@@ -4,6 +4,7 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -157,3 +158,16 @@ def test_off_is_a_run_without_the_key(shell, tmp_path):
     plain, off = (tensors(step_of(f, 6) / TENSORS) for f in folders)
     assert plain.keys() == off.keys() and all(torch.equal(plain[name], off[name]) for name in plain)
     assert not any("value_head" in name for name in off)
+
+
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+def test_values_that_know_the_action_learn_at_the_ends_of_turns(shell, tmp_path, mode):
+    """M96: one number for each turn, of which there are fewer than tokens."""
+    words = ("credit=[{name: sapo}, {name: standardize}]", f"critic.mode={mode}", "batch.minibatches=1", *COMMON)
+    folder = run(shell, tmp_path / mode, *words, *(("critic.detach=true",) if mode == "shared" else ("critic.lr=3.0e-3",)))
+    rl = [m for m in facts(folder) if m["stage"] == "rl"]
+    assert len(rl) == 4 and all(np.isfinite(m["critic/value_error"]) for m in rl)
+    assert rl[0]["critic/value"] == 0 and all(m["critic/value"] != 0 for m in rl[1:])
+    with np.load(folder / "batch.npz") as saved:
+        columns = {name.removeprefix("column/"): saved[name] for name in saved.files if name.startswith("column/")}
+    assert mode == "separate" or 0 < columns["mask:turn_end"].sum() < columns["mask:pg"].sum()

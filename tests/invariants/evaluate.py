@@ -21,7 +21,7 @@ AGGREGATIONS = sorted(registry.variants("aggregation"))
 ESTIMATORS = sorted(registry.variants("estimator"))
 
 # What the model gives a loss, each one number per token, and what of it has a gradient.
-OUTPUTS = ("logp", "entropy", "value", *(f"top_logp:{i}" for i in range(TOP_K)))
+OUTPUTS = ("logp", "entropy", "value", "value_behind", *(f"top_logp:{i}" for i in range(TOP_K)))
 GIVEN = (*OUTPUTS, *(f"top_ids:{i}" for i in range(TOP_K)))
 
 
@@ -46,7 +46,7 @@ def model_out(given: Mapping[str, torch.Tensor]) -> ModelOut:
     top = [given[f"top_logp:{i}"] for i in range(TOP_K) if f"top_logp:{i}" in given]
     ids = [given[f"top_ids:{i}"] for i in range(TOP_K) if f"top_ids:{i}" in given]
     return ModelOut(
-        given["logp"], given.get("entropy"), value=given.get("value"),
+        given["logp"], given.get("entropy"), value=given.get("value"), value_behind=given.get("value_behind"),
         top_logp=torch.stack(top, 1) if top else None, top_ids=torch.stack(ids, 1).nan_to_num(0, 0, 0).long() if ids else None,
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def outputs_for(batch: Batch, seed: int) -> dict[str, np.ndarray]:
     value = np.asarray(batch.columns["values"], dtype=np.float64) + rng.normal(scale=0.5, size=len(batch.token_row))
     ids, top = random_top(rng, len(batch.token_row))
     likeliest = {f"top_logp:{i}": top[:, i] for i in range(TOP_K)} | {f"top_ids:{i}": ids[:, i] for i in range(TOP_K)}
-    return {"logp": random_logp(batch, seed), "entropy": entropy, "value": value, **likeliest}
+    return {"logp": random_logp(batch, seed), "entropy": entropy, "value": value, "value_behind": np.roll(value, -1), **likeliest}
 
 
 def alike(a: Evaluated, b: Evaluated) -> bool:

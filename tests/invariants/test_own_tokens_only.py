@@ -54,7 +54,8 @@ def test_logits_of_other_tokens_have_gradient_exactly_zero(name):
         mask = batch.channel(term.channel)
         columns = columns_for(term, batch, taken.detach().numpy())
         top = logp.topk(TOP_K)
-        out = ModelOut(taken, -(logp.exp() * logp).sum(-1), value=logits.sin().sum(-1), top_logp=top.values, top_ids=top.indices)
+        values = {"value": logits.sin().sum(-1), "value_behind": logits.cos().sum(-1)}
+        out = ModelOut(taken, -(logp.exp() * logp).sum(-1), **values, top_logp=top.values, top_ids=top.indices)
         total_loss(out, columns, [term])[0].backward()
         assert not logits.grad[torch.tensor(~mask)].any()
         moved += int(logits.grad.any())

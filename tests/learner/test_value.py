@@ -24,6 +24,9 @@ HEAD = {"value_head.weight": 0.1 * torch.randn(1, 40, generator=SEED), "value_he
 HEADS = {"both": Setup(head="both"), "detached": Setup(head="both", detach_value=True), "critic": Setup(head="value")}
 
 
+BOTH = ("value", "value_behind")  # of the state that a token was drawn in, and of the one that it led to
+
+
 def with_returns(micro: MicroBatch, seed: int) -> MicroBatch:
     rng = np.random.default_rng(seed)
     more = {name: rng.normal(size=len(micro.tokens)) for name in ("returns", "values")}
@@ -51,7 +54,7 @@ def computed(groups: Groups, kind: str, head: str) -> tuple[float, list[np.ndarr
     learner = make(groups, kind, head)
     each = len(MICRO) // groups.layout.dp
     micro = MICRO[groups.dp_rank * each :][:each]
-    values = [found["value"] for found in learner.outputs(micro, ["value"])]
+    values = [np.stack([found[name] for name in BOTH]) for found in learner.outputs(micro, BOTH)]
     done = learner.gradients(micro, TERMS[head])
     _, _, want = by_definition(kind, head)
     distances = {}
@@ -69,19 +72,20 @@ def by_definition(kind: str, head: str) -> tuple[float, list[np.ndarray], dict[s
     loss, values = torch.zeros((), dtype=torch.float64), []
     for micro in MICRO:
         columns = {name: torch.from_numpy(v) for name, v in micro.columns.items()}
-        rows = []
+        rows, behind = [], []
         for a, b in zip(micro.starts[:-1], micro.starts[1:], strict=True):
             states = model.model(input_ids=torch.from_numpy(micro.tokens[a:b])[None]).last_hidden_state[0]
             states = states.detach() if head == "detached" else states
             spoken = states @ leaves["value_head.weight"][0] + leaves["value_head.bias"]
             rows.append(torch.cat([torch.zeros(1), spoken[:-1]]))
+            behind.append(spoken)
         value = torch.cat(rows)
         near = columns["values"] + (value - columns["values"]).clamp(-0.2, 0.2)
         square = torch.maximum((value - columns["returns"]) ** 2, (near - columns["returns"]) ** 2) / 2
         loss = loss + 0.5 * (columns["w:1"].double() * square.double() * columns["mask:pg"]).sum()
         if head != "critic":
             loss = loss - (columns["w:0"] * logp_of(model, micro)).sum()
-        values.append(value.detach().numpy())
+        values.append(torch.stack([value, torch.cat(behind)]).detach().numpy())
     loss.backward()
     grads = per_expert({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()})
     return loss.item(), values, grads | {name: leaf.grad for name, leaf in leaves.items()}

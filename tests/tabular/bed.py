@@ -155,7 +155,7 @@ def provide(batch: Batch, pipeline: Pipeline, table: Table, start: Table) -> Bat
         if need.startswith("branch:") or need in columns:
             continue
         rows = [row.tokens.tolist() for row in batch.rows]
-        if need == "values":
+        if need in ("values", "values_behind"):
             found = [value_of(table, tokens, i) for tokens in rows for i in range(len(tokens))]
         elif need in ("logp_prox", "logp_ref"):
             judge = table if need == "logp_prox" else start
