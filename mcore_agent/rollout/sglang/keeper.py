@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S = 0.1
@@ -24,10 +25,13 @@ def prctl(what: int, value: int) -> None:
     ctypes.CDLL(None).prctl(what, value)
 
 
-def parts(pids: list[int]) -> dict[int, str]:
-    """Those that are parts of a server, and what they call themselves."""
+def parts(family: dict[int, int]) -> dict[int, str]:
+    """Those of a ``family`` (process id -> parent) that are parts of a server, and what they call themselves.
+
+    A child that a part has just forked still has its name, until it becomes another program: it is no part.
+    """
     found = {}
-    for pid in pids:
+    for pid in family:
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as f:
                 name = f.read(64)
@@ -35,10 +39,10 @@ def parts(pids: list[int]) -> dict[int, str]:
             continue  # it ended
         if name.startswith(PART):
             found[pid] = name.split(b"\0")[0].decode(errors="replace").strip()
-    return found
+    return {pid: name for pid, name in found.items() if found.get(family[pid]) != name}
 
 
-def shared(pids: list[int]) -> set[str]:
+def shared(pids: Iterable[int]) -> set[str]:
     """Files in which schedulers tell how busy they are. SGLang never removes them."""
     found = set()
     for pid in pids:
@@ -50,8 +54,8 @@ def shared(pids: list[int]) -> set[str]:
     return found
 
 
-def descendants() -> list[int]:
-    """Process ids below this one, from /proc, without zombies."""
+def descendants() -> dict[int, int]:
+    """Process ids below this one, each with its parent's, from /proc, without zombies."""
     parents = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -62,11 +66,11 @@ def descendants() -> list[int]:
                 continue  # it ended
             if state != "Z":
                 parents[int(entry)] = int(parent)
-    found: list[int] = []
-    level = [os.getpid()]
+    found: dict[int, int] = {}
+    level = {os.getpid(): 0}
     while level:
-        level = [pid for pid, parent in parents.items() if parent in level]
-        found += level
+        level = {pid: parent for pid, parent in parents.items() if parent in level}
+        found |= level
     return found
 
 
@@ -110,7 +114,7 @@ def main(parent: int, command: list[str]) -> int:
             print(f"keeper: {', '.join(lost)} ended, so the server is ended", file=sys.stderr, flush=True)
             break
         known = parts(alive)
-        files |= shared(list(known))
+        files |= shared(known)
     files |= shared(descendants())
     end_all()
     for path in files:

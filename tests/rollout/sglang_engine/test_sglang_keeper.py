@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -94,35 +96,58 @@ def test_the_exit_status_is_the_commands():
         assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == expected
 
 
+WAITS = "import time; time.sleep(600)"
+FORKS = """
+import os, time
+while True:
+    if (child := os.fork()) == 0:
+        time.sleep(1.5)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
 PARTED = """
 import subprocess, sys, time
-part = subprocess.Popen(["sglang::scheduler", "-c", "import time; time.sleep(600)"], executable=sys.executable)
+part = subprocess.Popen(["sglang::scheduler", "-c", sys.argv[2]], executable=sys.executable)
 with open(sys.argv[1], "w") as f:
     f.write(f"{part.pid}\\n")
 time.sleep(600)
 """
 
 
-@pytest.mark.defect("H1")
-def test_a_server_that_lost_a_part_is_ended(tmp_path: Path):
-    """It would wait for dumps of its dead scheduler for a minute, and its clients with it."""
-    path = tmp_path / "pid"
-    command = [sys.executable, "-I", keeper.__file__, str(os.getpid()), sys.executable, "-c", PARTED, str(path)]
+@contextmanager
+def parted(path: Path, code: str) -> Iterator[tuple[subprocess.Popen, psutil.Process, psutil.Process]]:
+    """A keeper, its server, and the server's scheduler, which runs ``code``; the keeper has seen them."""
+    command = [sys.executable, "-I", keeper.__file__, str(os.getpid()), sys.executable, "-c", PARTED, str(path), code]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     server = psutil.Process(int(process.stdout.readline()))
     deadline = time.monotonic() + 60
     while not (path.exists() and path.read_text().endswith("\n")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    part = psutil.Process(int(path.read_text()))
-    time.sleep(2.5)  # the keeper has seen it
-    assert alive([server, part]) == [server, part]
-    part.kill()
-    assert gone([server, part], within=10)
-    assert process.wait(10) != 0
-    assert "sglang::scheduler ended, so the server is ended" in process.stderr.read()
+    time.sleep(2.5)
+    yield process, server, psutil.Process(int(path.read_text()))
+    process.terminate()
+    process.wait(30)
     process.stdout.close()
     process.stderr.close()
+
+
+@pytest.mark.defect("H1")
+def test_a_server_that_lost_a_part_is_ended(tmp_path: Path):
+    """It would wait for dumps of its dead scheduler for a minute, and its clients with it."""
+    with parted(tmp_path / "pid", WAITS) as (process, server, part):
+        assert alive([server, part]) == [server, part]
+        part.kill()
+        assert gone([server, part], within=10)
+        assert process.wait(10) != 0
+        assert "sglang::scheduler ended, so the server is ended" in process.stderr.read()
+
+
+def test_children_that_a_part_forks_are_no_parts(tmp_path: Path):
+    """Before it becomes another program a child has its parent's name; on a busy machine for long enough to be seen."""
+    with parted(tmp_path / "pid", FORKS) as (process, server, part):
+        time.sleep(4)
+        assert process.poll() is None and alive([server, part]) == [server, part]
 
 
 def test_what_a_server_shares_goes_with_it():
