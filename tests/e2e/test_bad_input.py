@@ -54,10 +54,11 @@ def last(folder: Path) -> Path:
     return found
 
 
-def whole(folder: Path) -> int:
-    """The step of the latest checkpoint, which is complete and has every byte."""
+def whole(folder: Path, killed: bool = False) -> int:
+    """The step of the latest checkpoint, which is complete and has every byte. A ``killed`` run may leave one that it was
+    writing, which the next checkpoint removes."""
     read_meta(last(folder))
-    assert not list(folder.glob("checkpoints/*.partial"))
+    assert len(list(folder.glob("checkpoints/*.partial"))) <= int(killed)
     return int(last(folder).name[-6:])
 
 
@@ -406,7 +407,7 @@ def test_a_killed_rank_ends_the_run(begin, words, tmp_path):
     ranks[1].kill()
     code, err = ended(process, processes, 15)
     assert code == 1 and "rank 1 was ended by SIGKILL" in err
-    assert whole(folder) >= 12
+    assert whole(folder, killed=True) >= 12
 
 
 @pytest.mark.defect("H2")
