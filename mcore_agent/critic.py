@@ -19,7 +19,8 @@ from mcore_agent.policy import Parts, Policy, optimizer_of
 from mcore_agent.protocols import LossTerm
 from mcore_agent.registry import create
 
-METRICS = {"value_loss": "loss", "value": "value", "value_error": "value_error"}
+PARTS = {"_loss": "loss", "": "value", "_error": "value_error"}
+METRICS = {f"{term}{part}": name for term in ("value", "turn_value") for part, name in PARTS.items()}
 
 
 def critic_of(config: Config, policy: Policy) -> "Critic | None":

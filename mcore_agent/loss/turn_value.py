@@ -19,7 +19,7 @@ class TurnValue:
     """``value_mse`` of Q, the value of the state with a turn's last token in it, at those tokens alone; each turn counts once.
 
     V is the output ``value_behind``, V_old the column ``values_behind``. A turn of any length with Q = .5 and a return of 1:
-    1/2 * .25 = .125. Metrics: ``value``, ``value_error``, ``value_loss`` (without ``coef``).
+    1/2 * .25 = .125. Metrics: ``turn_value``, ``turn_value_error``, ``turn_value_loss`` (without ``coef``).
     """
 
     clip: float | None = None
@@ -39,4 +39,4 @@ class TurnValue:
         """[T] loss, 0 outside the channel, and metrics of the same shape."""
         if out.value_behind is None:
             raise LossError("loss 'turn_value' needs the model output 'value_behind': the model has no value head; set critic.mode")
-        return squared(out.value_behind, columns, self.channel, column(columns, BEHIND), self.clip)
+        return squared("turn_value", out.value_behind, columns, self.channel, column(columns, BEHIND), self.clip)

@@ -36,13 +36,16 @@ class ValueMse:
         """[T] loss, 0 outside the channel, and metrics of the same shape."""
         if out.value is None:
             raise LossError("loss 'value_mse' needs the model output 'value': the model has no value head; set critic.mode")
-        return squared(out.value, columns, self.channel, column(columns, "values"), self.clip)
+        return squared("value", out.value, columns, self.channel, column(columns, "values"), self.clip)
 
 
 def squared(
-    value: torch.Tensor, columns: Mapping[str, torch.Tensor], channel: str, old: torch.Tensor, clip: float | None
+    name: str, value: torch.Tensor, columns: Mapping[str, torch.Tensor], channel: str, old: torch.Tensor, clip: float | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """[T] half the squared distance of ``value`` from the column ``returns``, clipped around ``old``; 0 outside the channel."""
+    """[T] half the squared distance of ``value`` from the column ``returns``, clipped around ``old``; 0 outside the channel.
+
+    Metrics: ``<name>``, ``<name>_error``, ``<name>_loss``.
+    """
     mask = mask_of(columns, channel)
     value, target = keep(mask, value), keep(mask, column(columns, "returns"))
     loss = (value - target).square()
@@ -52,4 +55,4 @@ def squared(
         loss = torch.maximum(loss, (near - target).square())
     loss = keep(mask, loss / 2)
     error = (value - target).detach().abs()
-    return loss, {"value": value.detach(), "value_error": error, "value_loss": loss.detach()}
+    return loss, {name: value.detach(), f"{name}_error": error, f"{name}_loss": loss.detach()}

@@ -116,7 +116,8 @@ def test_equal_rewards_teach_nothing(spec):
         batch = batch_for(seed, needs_greedy(spec), equal=True, demos=False)
         if compares != "group" and (batch.rewards != 0).any():
             continue  # equal within groups only, and later rewards may count less
-        batch = batch.with_columns(values=np.zeros(len(batch.token_row), dtype=np.float32))
+        nothing = np.zeros(len(batch.token_row), dtype=np.float32)
+        batch = batch.with_columns(values=nothing, values_behind=nothing)
         found = credited(batch, spec, score=lambda view: np.full(len(view.scored), -1.0, dtype=np.float32))
         several = np.bincount(batch.by("group"))[batch.by("group")] > 1
         assert not found.columns["advantage"][several[found.token_episode]].any(), f"seed {seed}"

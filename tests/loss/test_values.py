@@ -21,7 +21,7 @@ def test_only_the_ends_of_turns_count_and_what_is_known_behind_them():
     loss.backward()
     assert loss.item() == pytest.approx(0.15625)
     assert behind.grad.tolist() == [0, -0.125, 0, 0.25] and before.grad is None
-    assert metrics["value"].item() == pytest.approx(1.25) and metrics["value_error"].item() == pytest.approx(0.75)
+    assert metrics["turn_value"].item() == pytest.approx(1.25) and metrics["turn_value_error"].item() == pytest.approx(0.75)
 
 
 def test_clipped_around_the_old_value():
