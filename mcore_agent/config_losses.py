@@ -19,7 +19,8 @@ from mcore_agent.types import Batch
 
 # Columns of a batch and outputs of a model that an rl stage gives to loss terms.
 PROVIDED = frozenset(
-    {"advantage", "logp_old", "logp_prox", "logp_ref", NOW, "entropy", "log_sum", "top_logp", "top_ids", "value", "values", "returns"}
+    {"advantage", "logp_old", "logp_prox", "logp_ref", NOW, "entropy", "log_sum", "top_logp", "top_ids"}
+    | {"value", "value_behind", "values", BEHIND, "returns"}
 )
 
 

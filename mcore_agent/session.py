@@ -245,7 +245,7 @@ class Session:
     def _parts(self, stage: StageConfig, batch: Batch | None) -> Iterator[Part]:
         """A mini-batch is planned when its turn comes: some of its columns tell of the weights that the step before has made."""
         terms, lead = self.roles.get("train", []), self.lead if batch is not None else None
-        parts = lead.parts(batch, [t for terms in self.roles.values() for t in terms], stage.kind) if lead and batch is not None else []
+        parts = lead.parts(batch, [term for role in self.roles.values() for term in role], stage.kind) if lead and batch is not None else []
         probe = stage.kind == "rl" and not self._proximal()
         for i in range(count := self.policy.share(len(parts))):
             part = parts[i] if lead else None

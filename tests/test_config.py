@@ -94,6 +94,7 @@ REFUSED = {
     "loss=[{name: ppo_clip}, {name: distill}]": r"loss\[1\].*needs a teacher\. Give teacher\.path",
     "loss=[{name: sft_nll}]": r"loss\[0\].*learns from the channel 'sft', in which an rl stage has no token",
     "reward=[{name: outcome}, {name: outcome}]": r"two rewards are called",
+    "loss=[{name: ppo_clip}, {name: turn_value}]": r"loss\[1\].*values are learned by the critic's own loss",
     "stages=[]": r"stages = \[\]: nothing to do",
     "stages=[{kind: dpo}]": r"stages\[0\]\.kind = 'dpo': not a legal value.*sft, rl",
     "stages=[{kind: rl, speed: 1}]": r"no such key.*A stage knows",

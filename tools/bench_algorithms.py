@@ -26,8 +26,8 @@ HEAD = """# How fast each estimator learns
 
 Optimization by `ppo_clip` on `hop_lookup` with the quickstart's model, from one imitated policy (greedy success {start:.3f}).
 In a cell: the first rl step, of those at which it was measured (every {every}), whose greedy success is at least {target}, and
-the last greedy success measured. Each estimator had {factor} times GRPO's steps. Made by `make bench-algorithms`; settings are
-each estimator's defaults.
+the last greedy success measured. Each estimator had {factor} times GRPO's steps. Made by
+`make bench-algorithms ARGS='--seeds {numbers}'`; settings are each estimator's defaults.
 
 | estimator | {seeds} | of GRPO's steps |
 |---|{dashes}|---|
@@ -71,8 +71,9 @@ def table(found: dict[str, dict[int, tuple[int | None, float]]], seeds: list[int
         cells = [f"{step or '–'} ({last:.3f})" for step, last in (by_seed[seed] for seed in seeds)]
         mean = sum(ratios) / len(ratios) if len(ratios) == len(seeds) else float("inf")
         lines.append((mean, f"| `{name}` | {' | '.join(cells)} | {f'{mean:.2f}' if mean < float('inf') else '–'} |"))
-    head = HEAD.format(start=start, every=EVERY, target=TARGET, factor=FACTOR, seeds=" | ".join(f"seed {s}" for s in seeds),
-                       dashes="|".join("---" for _ in seeds))  # fmt: skip
+    columns, dashes = " | ".join(f"seed {s}" for s in seeds), "|".join("---" for _ in seeds)
+    numbers = " ".join(map(str, seeds))
+    head = HEAD.format(start=start, every=EVERY, target=TARGET, factor=FACTOR, numbers=numbers, seeds=columns, dashes=dashes)
     return head + "\n".join(line for _, line in sorted(lines)) + "\n"
 
 
